@@ -3,10 +3,15 @@
 import re
 import traceback
 from pathlib import Path
+from types import CodeType
+
+import pytest
 
 from harness.loop import trainer
 from harness.record import rows
+from tests import small_runs
 from tests.command_line import GENERATED, ROOT, empty_folder, train  # noqa: F401 - a fixture
+from tests.walks import Walk
 from variants.kernels import window_cpu
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
@@ -50,3 +55,25 @@ def test_the_page_names_the_files_of_the_call_stacks(cwd, monkeypatch):
     visited = {path for stack in stacks["score"] + stacks["row"] for path in stack}
     outer_files = {"train.py", "harness/compose/cli.py", "harness/device/processes.py"}
     assert visited - outer_files == set(listed_files) and len(listed_files) <= 5
+
+
+def file_of(code: CodeType) -> str:
+    return Path(code.co_filename).relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("variant", small_runs.VARIANTS)
+def test_a_step_calls_the_functions_that_the_page_names_for_equations(variant):
+    row = re.compile(rf"^\| `{variant}` .*\| `(\S+)` \| `(\S+)` \|$", re.MULTILINE)
+    plain = small_runs.make_trainer(*small_runs.VARIANTS[variant], "runtime.backend=plain")
+    with Walk() as step:
+        plain.step()
+    called = {(file_of(code), code.co_qualname) for code in step.called}
+    assert len(row.findall(PAGE)) >= 2 and {*row.findall(PAGE)} <= called
+
+
+def test_a_step_of_adaptive_span_passes_the_same_files():
+    adaptive = small_runs.make_trainer(*small_runs.VARIANTS["adaptive_span"])
+    with Walk(target="_forward") as step:  # the kernel's last forward pass
+        adaptive.step()
+    inner = {*files_on_page("A batch")} - {"train.py", "harness/compose/cli.py", "harness/loop/run.py"}
+    assert {file_of(code) for code in step.stack} == inner

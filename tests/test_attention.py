@@ -1,5 +1,6 @@
 """Attention: equality with torch's, carried states, bfloat16, and the selection of a backend."""
 
+import re
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +19,7 @@ from tests.attention_case import (
     set_fractions,
     starts,
 )
+from tests.command_line import ROOT
 from variants.attention import Attention
 from variants.conformance.fixture import state_tensors
 from variants.contract import LayerContext
@@ -167,8 +169,8 @@ SELECTED = [
 @pytest.mark.parametrize(("choices", "device", "obstacle", "expected"), SELECTED, ids=lambda value: str(value)[:40])
 def test_a_backend_is_selected_or_refused_with_a_reason(choices, device, obstacle, expected, monkeypatch):
     """``obstacle`` is why the kernels are not available, or None."""
-    monkeypatch.setattr(window_cpu, "obstacle", lambda: obstacle)
-    monkeypatch.setattr(triton_window, "obstacle", lambda device, width: obstacle)
+    for kernel in (window_cpu, triton_window):
+        monkeypatch.setattr(kernel, "obstacle", lambda device, width: obstacle)
     attention = Case(**{"backend": "auto"} | choices).build()
     if expected in ("plain", "chunked", "fused", "kernel"):
         assert attention.backend(device, training=True) == expected
@@ -179,6 +181,12 @@ def test_a_backend_is_selected_or_refused_with_a_reason(choices, device, obstacl
             attention.backend(device, training=True)
     if (device, obstacle) == (GPU, None):
         assert attention.backends(GPU, training=True) == ("kernel", "fused", "chunked", "plain")
+
+
+def test_one_file_compares_names_of_backends():
+    comparison = re.compile(r'[!=]= "(auto|plain|chunked|fused|kernel)"|on_cpu')
+    paths = (ROOT / "variants").rglob("*.py")
+    assert {path.name for path in paths if comparison.search(path.read_text())} == {"backends.py"}
 
 
 @pytest.mark.cpu_kernel

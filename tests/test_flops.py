@@ -128,7 +128,7 @@ def test_the_cpu_kernel_executes_little_more_than_the_visible_pairs(past_gradien
     z = torch.tensor([20.0, 500.5], requires_grad=True)
 
     def attend():
-        return window_cpu.attend(q, k, v, Window((64, 640), z=z, ramp=16), past=[PastKV((0, 1), *before)])
+        return window_cpu.attend(q, k, v, Window((64, 640), z=z, ramp=16), past=[PastKV(*before)])
 
     products = 2 * 2 * rows * width  # FLOPs of one product of all rows with a key, in two streams
     forward = count_flops(attend).total

@@ -22,7 +22,7 @@ def kernel(q: Tensor, k: Tensor, v: Tensor, visible: Window, *, dropout: float =
     for heads in (range(half), range(half, q.shape[1])) if past else ():
         if heads:
             begin = max(0, past - max(visible.max_keys[h] for h in heads) + 1 - visible.shift)
-            pasts.append(PastKV(tuple(heads), *(x[:, heads.start : heads.stop, begin:past] for x in of_keys)))
+            pasts.append(PastKV(*(x[:, heads.start : heads.stop, begin:past] for x in of_keys)))
     return window_cpu.attend(q, k[:, :, past:], v[:, :, past:], visible, past=pasts, **added)
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from variants.attention_span import AttentionSpan
-from variants.contract import LayerContext, set_shapes, wide
+from variants.contract import LayerContext, Metrics, Stats, set_shapes, wide
+from variants.kernels.window import soft_mask
 
 
 def bucket(max_keys: int) -> int:
@@ -42,7 +43,11 @@ class SoftSpan(AttentionSpan):
     def loss(self, z: Tensor) -> Tensor:
         return self.loss_weight * z.mean()
 
-    def span_metrics(self, z: Tensor) -> dict[str, Tensor]:
+    def mask(self, z: Tensor) -> Tensor:
+        mask = soft_mask(z, self.ramp, self.span)
+        return mask if z.dim() == 1 else mask.mean(dim=(0, 2))
+
+    def span_metrics(self, z: Tensor) -> Metrics:
         """Return metrics of the spans ``z [H]``, without and with the ramp."""
         return {"span": z, "span_with_ramp": (z + self.ramp).clamp(max=self.span)}
 
@@ -102,7 +107,7 @@ class AdaptiveSpan(SoftSpan):
         self.project_()
         set_shapes(self)
 
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: Stats) -> Metrics:
         return self.span_metrics((self.fraction * self.span).detach())
 
 
@@ -138,8 +143,8 @@ class DynamicSpan(SoftSpan):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return self.max_span * torch.sigmoid(logits).transpose(1, 2)  # [B, H, T]
 
-    def stats(self, z: Tensor) -> dict[str, Tensor]:
+    def stats(self, z: Tensor) -> Stats:
         return {"span_sum": wide(z).sum(dim=(0, 2))}
 
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: Stats) -> Metrics:
         return self.span_metrics(stats["span_sum"] / stats["bytes"]) if "span_sum" in stats else {}

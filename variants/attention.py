@@ -28,25 +28,28 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from variants import backends
 from variants.all_attention import PersistentKV
 from variants.attention_span import AttentionSpan
-from variants.backends import OnKernels
+from variants.backends import Backend, OnKernels
 from variants.context import VisibleKeys, before, last, last_keys, weights_of
 from variants.contract import (
     WAYS,
     Honours,
     Inspection,
     LayerContext,
+    Metrics,
     NeededFlops,
     Part,
     Position,
     State,
+    Stats,
     SublayerOutput,
 )
-from variants.kernels import fused
-from variants.kernels.window import PastKV, Persistent, Window, count_pairs, replaced, soft_mask
+from variants.kernels.fused import group_heads
+from variants.kernels.window import PastKV, Persistent, Window, count_pairs, replaced
 from variants.multi_head import EPSILON, HeadKeywords, MultiHead, head_means, head_stats, start_of
+
+ALL = slice(None)  # heads
 
 
 class Segment(NamedTuple):
@@ -75,6 +78,8 @@ class Attention(MultiHead, OnKernels):
         position: factory of a ``Position`` of this sublayer alone; None for the run's."""
 
     honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+    traces_plain: bool = False
+    """Whether a compiled graph includes the plain backend, because no window changes."""
     extra_columns: int = 0
     """Columns beyond K of a head's queries and keys, or of its values; FLOPs count them."""
 
@@ -112,20 +117,89 @@ class Attention(MultiHead, OnKernels):
     def forward(
         self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
     ) -> SublayerOutput:
+        """Project, attend to the visible keys, gate, and join the heads."""
         state, before = self.key_before(state, x)
         segment = self.project_qkv(x, start_of(x, start), before)
-        traced = torch.compiler.is_compiling() and self._is_traceable(x.device)
-        attend = self._attend_window if traced else self._attend_window_uncompiled
+        attend = self._attend_window if self.is_traced(x.device) else self._attend_window_uncompiled
         y, state, stats = attend(segment, state, collect_stats)
         if "gate" in self.maps:
             y = y * self.project(x, "gate")[0].sigmoid()
+        if segment.last_key is not None:
+            state = self.join_state(state, segment.last_key)
         loss = self.span.loss(segment.z) if self.training else None
-        return SublayerOutput(self.join(y), self.join_state(state, segment.last_key), loss, stats)
+        return SublayerOutput(self.join(y), state, loss, stats)
+
+    def project_qkv(self, x: Tensor, start: Tensor, before: Tensor | None = None) -> Segment:
+        """Project ``x [B, T, D]`` to queries, keys and values, and compute spans and biases.
+        ``before`` is the unmixed key before the segment, ``[B, G, 1, K]``."""
+        z = self.span(x)
+        q, k, v = self.project(x, "query", "key", "value")
+        last_key = None
+        if self.key_shift is not None:
+            k, last_key = self.shift_keys(k, before)
+        if self.key_gain is not None:
+            q = self._normed(q, self.query_gain * self.d_head**-0.5)
+            k = self._normed(k, self.key_gain)
+        persistent = None if self.persistent is None else Persistent(q, *self.persistent())
+        q = self.position.rotate(q, start)
+        k = self.position.rotate(k, start)
+        biases = () if self.key_bias is None else self._biases(x)
+        return Segment(x, q, k, v, start, z, persistent, biases, last_key)
+
+    def _attend_window(self, segment: Segment, state: State, collect_stats: bool) -> tuple[Tensor, State, Stats | None]:
+        """Return head outputs ``[B, H, T, K]``, the next state, and statistics if asked for. A
+        compiled graph reads all of the past and trims no state, so new spans do not recompile it."""
+        backend = self.chosen_backend(segment.x.device)
+        visible = self.span.visible_window(segment.z, self.shift)
+        n_past = None if torch.compiler.is_compiling() else visible.past()
+        keys = self._visible_keys(segment, state, backend, n_past)
+        y = self.attend(backend, segment.q, keys, visible, persistent=segment.persistent)
+        with torch.no_grad():
+            stats = self._stats(backend, segment, keys, visible) if collect_stats else None
+            next_state = self._next_state(segment, state, keys, backend, n_past)
+        return y, next_state, stats
+
+    _attend_window_uncompiled = torch.compiler.disable(_attend_window)
+    """``_attend_window`` between compiled graphs, which new spans would recompile."""
+
+    def _visible_keys(self, segment: Segment, state: State, backend: Backend, n_past: int | None) -> VisibleKeys:
+        """Return keys and values of the segment and of ``n_past`` positions before it, or all."""
+        if self.cache == "kv":
+            past_keys = before(state, n_past, segment.k.dtype)
+        else:
+            past_keys = self._project_past(segment, state, backend, n_past)
+        if backend.reads_parts:
+            return VisibleKeys(segment.k, segment.v, past_keys, None, *segment.biases)
+        return VisibleKeys.joined(segment.k, segment.v, past_keys, *segment.biases)
+
+    def attend(self, backend: Backend, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
+        """Return head outputs ``[B, H, T, K]``, with this class's sink. ``options`` are those of
+        ``backends.attend``; without ``bias``, scores have the term of the position scheme."""
+        if "bias" not in options:
+            options["vectors"], options["bias"] = self.position.term(q, max(visible.max_keys))
+        if self.kv_heads < self.heads:
+            keys = keys.repeated(self.heads // self.kv_heads)
+        if self.training:
+            options["dropout"] = self.dropout
+        if self.dropout_seed is not None:
+            options["seed"] = torch.full((), self.dropout_seed, device=q.device)
+        return backend.attend(q, keys, visible, sink=self.sink, **options)
+
+    def is_traced(self, device: torch.device) -> bool:
+        """Whether a compiled graph includes attention, which otherwise runs between two graphs."""
+        if not torch.compiler.is_compiling():
+            return False
+        backend = self.chosen_backend(device)
+        return backend.is_operation or (self.traces_plain and backend.has_all_scores)
+
+    # The past and the state
 
     def key_before(self, state: State, x: Tensor) -> tuple[State, Tensor | None]:
         """Return the state as in ``split_state``, and the unmixed key before the segment, if keys are shifted."""
-        if self.key_shift is None or state is None or self.cache == "kv":
-            return self.split_state(state)
+        if self.key_shift is None or state is None:
+            return state, None
+        if self.cache == "kv":
+            return state
         inputs = state if isinstance(state, Tensor) else state[-1]
         return state, self.project_key(inputs[:, -1:].to(carried_dtype(x)))
 
@@ -133,23 +207,45 @@ class Attention(MultiHead, OnKernels):
         """Project carried inputs ``[B, P, D]`` to unmixed keys ``[B, G, P, K]``."""
         return self.project(x, "key")[0]
 
-    def project_qkv(self, x: Tensor, start: Tensor, before: Tensor | None = None) -> Segment:
-        """Project ``x [B, T, D]`` to queries, keys and values, and compute spans and biases. ``before`` is the unmixed
-        key before the segment, ``[B, G, 1, K]``."""
-        z = self.span(x)
-        q, k, v = self.project(x, "query", "key", "value")
-        k, last_key = self.shift_keys(k, before)
+    def _project_past(self, segment: Segment, state: State, backend: Backend, n_past: int | None) -> list[PastKV]:
+        """Project the last ``n_past`` carried inputs, or all, to keys and values. For a backend
+        that reads parts, a group of heads with equal spans has a part with the inputs it sees."""
+        groups = [(n_past, ALL)]
+        if backend.reads_parts:
+            windows = group_heads(self._max_by_kv_head(self.span.max_keys))
+            groups = [(n - 1 + self.shift, heads) for n, heads in windows]
+        return [] if state is None else [self.reproject_past(state, segment, *group) for group in groups]
+
+    def reproject_past(self, old: Tensor, segment: Segment, n_past: int | None, heads: slice) -> PastKV:
+        """Project the last ``n_past`` carried inputs ``old [B, P, D]``, or all if it is None, to
+        keys and values of ``heads``."""
+        old, extra = self.past_inputs(old, n_past)
+        kv = self.project_flat(old.to(carried_dtype(segment.x)), "key", "value", heads=heads)
+        k, v = (self.split(part) for part in kv.chunk(2, dim=-1))
+        if self.key_shift is not None:
+            # Padding before the first byte (``local.py``) has keys of 0, also if the projection has a bias.
+            k = self.key_shift(k * old.any(-1)[:, None, :, None], heads=heads)
         if self.key_gain is not None:
-            q, k = self._normed(q, self.query_gain * self.d_head**-0.5), self._normed(k, self.key_gain)
-        persistent = None if self.persistent is None else Persistent(q, *self.persistent())
-        q, k = self.position.rotate(q, start), self.position.rotate(k, start)
-        return Segment(x, q, k, v, start, z, persistent, self._biases(x), last_key)
+            k = self._normed(k, self.key_gain)
+        k = self.position.rotate(k, segment.start - old.shape[1])
+        part = PastKV(k[:, :, extra:], v[:, :, extra:])
+        if self.key_bias is None:
+            return part
+        key_bias, query_bias = self._biases(old)
+        by_head = (key_bias[..., extra:] - query_bias[..., -1:]).unflatten(1, (self.kv_heads, -1))
+        return replaced(part, key_bias=by_head[:, heads].flatten(1, 2))
+
+    def past_inputs(self, old: Tensor, n_past: int | None) -> tuple[Tensor, int]:
+        """Return the last ``n_past`` of carried inputs ``[B, P, D]``, or all. If keys are shifted,
+        return one more, and the number of inputs, 0 or 1, that only the key after them needs."""
+        if n_past is None:
+            return old, 0
+        old = old[:, max(0, old.shape[1] - n_past - self.key_past) :]
+        return old, max(0, old.shape[1] - n_past)
 
     def _biases(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return key and query biases. With ``cache: hidden``, x is rounded to the dtype of carried inputs, so that the
         next segment computes equal biases from the state."""
-        if self.key_bias is None:
-            return ()
         return self.key_bias(x if self.cache == "kv" else x.to(carried_dtype(x)))
 
     @staticmethod
@@ -163,87 +259,25 @@ class Attention(MultiHead, OnKernels):
         size = self.heads // self.kv_heads
         return tuple(max(numbers[first : first + size]) for first in range(0, self.heads, size))
 
-    def _is_traceable(self, device: torch.device) -> bool:
-        """Whether attention is one operation in a compiled graph. Otherwise it runs between two graphs."""
-        return backends.is_operation(self.backend(device, training=self.training), device)
-
-    def _attend_window(
-        self, segment: Segment, state: State, collect_stats: bool
-    ) -> tuple[Tensor, State, dict[str, Tensor] | None]:
-        """Return head outputs ``[B, H, T, K]``, the next state, and statistics if ``collect_stats``. A compiled graph
-        reads all of the past and does not trim the state, so that new spans do not recompile it."""
-        backend = self.backend(segment.x.device, training=self.training)
-        visible = self.span.visible_window(segment.z, self.shift)
-        past = None if torch.compiler.is_compiling() else visible.past()
-        keys = self._visible_keys(segment, state, backend, past)
-        y = self._attend_with_positions(backend, segment.q, keys, visible, segment.persistent)
-        with torch.no_grad():
-            stats = self._stats(backend, segment, keys, visible) if collect_stats else None
-            next_state = self._next_state(segment, state, keys, backend, past)
-        return y, next_state, stats
-
-    @torch.compiler.disable
-    def _attend_window_uncompiled(self, *arguments) -> tuple[Tensor, State, dict[str, Tensor] | None]:
-        """Run ``_attend_window`` outside compiled graphs, which each new max_keys or past length would recompile."""
-        return self._attend_window(*arguments)
-
-    def _visible_keys(self, segment: Segment, state: State, backend: str, past: int | None) -> VisibleKeys:
-        """Return keys and values of the segment and of the last ``past`` positions before it; None for all. The CPU's
-        kernel reads past and segment without a copy; other backends need both in one tensor."""
-        on_cpu = (backend, segment.x.device.type) == ("kernel", "cpu")
+    def _next_state(
+        self, segment: Segment, state: State, keys: VisibleKeys, backend: Backend, n_past: int | None
+    ) -> State:
+        """Return the next state: the last ``n_past`` inputs, or the keys and values that the next
+        segment may see; all of them if ``n_past`` is None."""
         if self.cache == "kv":
-            parts = before(state, past, segment.k.dtype)
-        else:
-            groups = [*fused.group_heads(self._max_by_kv_head(self.span.max_keys))] if on_cpu else []
-            pasts = [(past, None)]  # number of positions and heads of each part of the past
-            if len(groups) > 1:
-                pasts = [(n - 1 + self.shift, [*range(self.kv_heads)[heads]]) for n, heads in groups]
-            parts = [] if state is None else [self.reproject_past(state, segment, *group) for group in pasts]
-        if on_cpu:
-            return VisibleKeys(segment.k, segment.v, parts, None, *segment.biases)
-        return VisibleKeys.joined(segment.k, segment.v, parts, *segment.biases)
-
-    def reproject_past(self, old: Tensor, segment: Segment, past: int | None, heads: list[int] | None) -> PastKV:
-        """Project the last ``past`` carried inputs ``old [B, P, D]`` to keys and values of ``heads``; None for all."""
-        old, extra = self.past_inputs(old, past)
-        k, v = self.project(old.to(carried_dtype(segment.x)), "key", "value", heads=heads)
-        if self.key_shift is not None:
-            # Padding before the first byte (``local.py``) has keys of 0, also if the projection has a bias.
-            k = self.key_shift(k * old.any(-1)[:, None, :, None], first_head=heads[0] if heads else 0)
-        k = k if self.key_gain is None else self._normed(k, self.key_gain)
-        heads = tuple(heads or range(self.kv_heads))
-        k = self.position.rotate(k, segment.start - old.shape[1])
-        part = PastKV(heads, k[:, :, extra:], v[:, :, extra:])
-        if self.key_bias is None:
-            return part
-        key_bias, query_bias = self._biases(old)
-        key_bias = key_bias[..., extra:]
-        by_head = (key_bias - query_bias[..., -1:]).unflatten(1, (self.kv_heads, -1))
-        return replaced(part, key_bias=by_head.narrow(1, heads[0], len(heads)).flatten(1, 2))
-
-    def past_inputs(self, old: Tensor, past: int | None) -> tuple[Tensor, int]:
-        """Return the last ``past`` of carried inputs ``[B, P, D]``; None for all. If keys are shifted, return one more
-        and the number of inputs, 0 or 1, that only the key after them needs."""
-        if past is None:
-            return old, 0
-        old = old[:, max(0, old.shape[1] - past - self.key_past) :]
-        return old, max(0, old.shape[1] - past)
-
-    def _next_state(self, segment: Segment, state: State, keys: VisibleKeys, backend: str, past: int | None) -> State:
-        """Return the next state: the last ``past`` inputs, or the keys and values that the next segment may see; all of
-        them if ``past`` is None. Heads of unequal spans carry pasts of unequal length, except on the plain backend."""
-        if self.cache == "kv":
-            keys = keys.rebased()
-            if past is None:
+            if segment.biases:
+                keys = keys.rebased()
+            if n_past is None:
                 return keys.state()
-            if len(keys.past) > 1 or (backend != "plain" and len(set(self._max_by_kv_head(self.span.max_keys))) > 1):
+            is_uneven = len({*self._max_by_kv_head(self.span.max_keys)}) > 1
+            if len(keys.past) > 1 or (is_uneven and not backend.has_all_scores):
                 return keys.last(*(n - 1 + self.shift for n in self._max_by_kv_head(self.span.keys_to_carry())))
-            return keys.last(past)
+            return keys.last(n_past)
         new = segment.x.detach().to(carried_dtype(segment.x))
         old = None if state is None else state.to(new.dtype)
-        if past is None:
+        if n_past is None:
             return new if old is None else torch.cat([old, new], dim=1)
-        return last(past + self.key_past, 1, old, new)
+        return last(n_past + self.key_past, 1, old, new)
 
     def trim(self, state: State) -> State:
         if state is None:
@@ -262,40 +296,33 @@ class Attention(MultiHead, OnKernels):
         """Return the largest distance in bytes at which an input can move an output, with the present spans."""
         return max(self.span.max_keys) - 1 + self.shift + self.key_past
 
-    def _attend_with_positions(
-        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
-    ) -> Tensor:
-        """Return head outputs ``[B, H, T, K]``, with the position term in scores."""
-        max_keys = max(visible.max_keys)
-        vectors = self.position.vectors(max_keys) if backend in backends.TAKE_VECTORS else None
-        bias = self.position.bias(q, max_keys) if vectors is None else None
-        return self.attend(backend, q, keys, visible, bias=bias, vectors=vectors, persistent=persistent)
+    def reach(self) -> int:
+        return self.span.span - 1 + self.shift + self.key_past
 
-    def attend(self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, **options: Tensor | None) -> Tensor:
-        """Return head outputs ``[B, H, T, K]``, with this class's sink; for ``options`` see ``backends.attend``."""
-        keys = keys.repeated(self.heads // self.kv_heads)
-        options |= {"sink": self.sink, "past_learns": self.cache == "hidden"}
-        if self.dropout_seed is not None:
-            options["seed"] = torch.full((), self.dropout_seed, device=q.device)
-        return backends.attend(backend, q, keys, visible, dropout=self.dropout if self.training else 0.0, **options)
+    def project_(self) -> None:
+        self.span.project_()
+
+    def set_span(self, span: int) -> None:
+        self.check_span(span)
+        self.span.set_span(span)
+
+    # Attention weights, statistics and FLOPs
 
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:
         segment = self.project_qkv(x, start_of(x, None))
-        z, vectors = segment.z, segment.persistent
-        zero_vectors = vectors and vectors._replace(v=torch.zeros_like(vectors.v))
-        zero_values = segment._replace(v=torch.zeros_like(segment.v))
+        vectors = segment.persistent
+        zeros = segment._replace(v=torch.zeros_like(segment.v))
+        if vectors is not None:
+            zeros = zeros._replace(persistent=vectors._replace(v=torch.zeros_like(vectors.v)))
 
         def sum_values(values: Tensor) -> Tensor:
-            return self._attend_without_past(segment._replace(persistent=zero_vectors, v=values))
+            return self._attend_without_past(zeros._replace(v=values))
 
         def sum_vectors(values: Tensor) -> Tensor:
-            return self._attend_without_past(zero_values._replace(persistent=vectors._replace(v=values)))
+            return self._attend_without_past(zeros._replace(persistent=vectors._replace(v=values)))
 
-        inspection = Inspection(weights_of(sum_values, segment.v))
-        if z is not None:
-            mask = soft_mask(z, self.span.ramp, self.span.span)
-            inspection = inspection._replace(mask=mask if z.dim() == 1 else mask.mean(dim=(0, 2)))
+        inspection = Inspection(weights_of(sum_values, segment.v), mask=self.span.mask(segment.z))
         if vectors is None and self.sink is None:
             return inspection
         shares = inspection.weights[..., :0] if vectors is None else weights_of(sum_vectors, vectors.v)
@@ -309,27 +336,17 @@ class Attention(MultiHead, OnKernels):
         """Return head outputs ``[B, H, T, K]`` for streams without a past."""
         return self._attend_window(segment, None, False)[0]
 
-    def reach(self) -> int:
-        return self.span.span - 1 + self.shift + self.key_past
-
-    def _stats(self, backend: str, segment: Segment, keys: VisibleKeys, visible: Window) -> dict[str, Tensor]:
+    def _stats(self, backend: Backend, segment: Segment, keys: VisibleKeys, visible: Window) -> Stats:
         stats, vectors = self.span.stats(segment.z), segment.persistent
         if vectors is None:
             return head_stats(segment.q) | stats
         # With values of 1 on persistent vectors and 0 on the context, the output is the mass on persistent vectors.
         ones = replaced(vectors, v=torch.ones_like(vectors.v))
         zeros = keys.each(lambda part: replaced(part, v=torch.zeros_like(part.v)))
-        mass = self._attend_with_positions(backend, segment.q, zeros, visible, ones)
+        mass = self.attend(backend, segment.q, zeros, visible, persistent=ones)
         return head_stats(segment.q, persistent_mass=mass[..., 0]) | stats
 
-    def project_(self) -> None:
-        self.span.project_()
-
-    def set_span(self, span: int) -> None:
-        self.check_span(span)
-        self.span.set_span(span)
-
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: Stats) -> Metrics:
         return self.span.metrics(stats) | head_means(stats, "persistent_mass")
 
     def ideal_flops(self) -> int:
@@ -368,8 +385,9 @@ class Attention(MultiHead, OnKernels):
         per_head = 4 * keys * self.d_head + self.position.ideal_flops(keys)
         if self.persistent is not None:
             per_head += 4 * self.persistent.number * self.d_head
-        parts = self.span.ideal_flops() + (0 if self.key_bias is None else self.key_bias.ideal_flops())
-        return 2 * self.matrix_sizes() + self.heads * per_head + parts + self.heads * 2 * keys * self.extra_columns
+        per_head += 2 * keys * self.extra_columns
+        parts = sum(part.ideal_flops() for part in self.children() if isinstance(part, Part))
+        return 2 * self.matrix_sizes() + self.heads * per_head + parts
 
 
 def carried_dtype(x: Tensor) -> torch.dtype:

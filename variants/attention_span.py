@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from variants.contract import LayerContext, Spans
+from variants.contract import LayerContext, Metrics, Spans, Stats
 from variants.kernels.window import Window
 
 
@@ -46,14 +46,19 @@ class AttentionSpan(Spans):
         """Return the weighted loss of the spans, in nats per byte."""
         return None
 
+    def mask(self, z: Tensor | None) -> Tensor | None:
+        """Return the soft mask for visible key x, counted from the nearest, ``[H, S]``, as a mean
+        over queries; None for a hard window."""
+        return None
+
     def project_(self) -> None:
         """Clamp parameters to their range; see ``Sublayer.project_``."""
 
-    def stats(self, z: Tensor | None) -> dict[str, Tensor]:
+    def stats(self, z: Tensor | None) -> Stats:
         """Return statistics of one segment, which are summed over segments."""
         return {}
 
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: Stats) -> Metrics:
         return {}
 
     def keys_to_carry(self) -> tuple[int, ...]:

@@ -1,15 +1,17 @@
-"""Attention backends: which of them can run on a device, and ``attend``, a single function that calls any of them.
+"""Attention backends: a class for each way to compute attention over a window, and ``attend``,
+which calls one by name.
 
-``fused`` is torch's flash or memory-efficient attention. ``kernel`` is a kernel of this package (``window_cpu.py``,
-``triton_window.py``). ``chunked`` is plain PyTorch on a few queries at a time. ``plain`` has all scores in memory
-(``window.py``). A mechanism outside this package can use them too: it derives from ``OnKernels`` and has the attributes
-``heads``, ``d_head``, ``position``, ``cache``, ``dropout`` and ``wanted_backend``. The names in this file, in
-``Window`` and in ``VisibleKeys`` stay stable. ``tests/outside_attention.py`` is an example.
+A mechanism outside this package can use them too: it derives from ``OnKernels`` and has the
+attributes ``heads``, ``d_head``, ``position``, ``cache``, ``dropout`` and ``wanted_backend``.
+``OnKernels``, ``attend``, ``TAKE_VECTORS``, and the names in ``Window`` and in ``VisibleKeys`` stay
+stable. ``tests/outside_attention.py`` is an example.
 
     visible = Window((span,) * heads, shift)                  # kernels/window.py: the keys that a query may see
     keys = VisibleKeys.joined(k, v, before(state, visible.past(), k.dtype))           # context.py: past and segment
     y = attend(self.backend(x.device, training=self.training), q, keys, visible, bias=.., vectors=..)   # [B, H, T, K]
     state = keys.last(visible.past())"""
+
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -17,57 +19,147 @@ from torch import Tensor
 from variants.context import VisibleKeys
 from variants.contract import Sublayer
 from variants.kernels import chunked, fused, operation, triton_window, window, window_cpu
-from variants.kernels.dropout import draw_seed
-from variants.kernels.window import Inputs, Persistent, Window
-
-TAKE_VECTORS = ("kernel", "chunked")
-"""Backends that accept a vector per distance, in place of a bias computed from the query."""
+from variants.kernels.window import Inputs, Window
 
 
-def is_operation(backend: str, device: torch.device) -> bool:
-    """Whether torch can trace the backend as one operation."""
-    return backend == "fused" or (backend == "kernel" and device.type != "cpu")
+class Backend:
+    """A way to compute attention over a window; in the base class one that can always run."""
+
+    name: str
+    """Its value of ``runtime.backend``."""
+    module: ModuleType
+    """The module that computes it."""
+    is_operation = False
+    """Whether torch traces it as one operation."""
+    adds_only_columns = False
+    """Whether it adds only constants of columns to scores, no key biases and no vectors."""
+    reads_parts = False
+    """Whether it reads the parts of a past where they are; others need past and segment in one
+    tensor."""
+    has_all_scores = False
+    """Whether all scores are one tensor in memory; then heads of unequal spans carry pasts of equal
+    length."""
+
+    def obstacles(self, sublayer: "OnKernels", device: torch.device, dropout: float) -> list[str]:
+        """Return the reasons why it cannot run; empty if it can."""
+        return []
+
+    def attend(self, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
+        """Compute ``attend`` of this file."""
+        return self.module.attend(q, window=visible, **keys.packed(), **options)
 
 
-def attend(
-    backend: str,
-    q: Tensor,
-    keys: VisibleKeys,
-    visible: Window,
-    *,
-    bias: Tensor | None = None,
-    vectors: Tensor | None = None,
-    persistent: Persistent | None = None,
-    sink: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: Tensor | None = None,
-    past_learns: bool = False,
-) -> Tensor:
+class Chunked(Backend):
+    """Plain PyTorch on a few queries at a time."""
+
+    name = "chunked"
+    module = chunked
+
+
+class Plain(Backend):
+    """Plain PyTorch with all scores in memory."""
+
+    name = "plain"
+    module = window
+    has_all_scores = True
+
+    def attend(self, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
+        if len(keys.past) > 1:  # another backend made the state
+            return Chunked().attend(q, keys, visible, **options)
+        return super().attend(q, keys, visible, **options)
+
+
+class Kernel(Backend):
+    """A backend with its own backward pass, which not every mechanism and machine allow."""
+
+    drops = False
+    """Whether it drops attention weights."""
+
+    def obstacles(self, sublayer: "OnKernels", device: torch.device, dropout: float) -> list[str]:
+        position = sublayer.position
+        has_vectors = not self.adds_only_columns and position.vectors(1) is not None
+        reasons = {
+            "spans that depend on the input": sublayer.spans_of_input,
+            "a key bias": sublayer.biases_keys and self.adds_only_columns,
+            "a position scheme whose bias depends on the query": not (position.constant_bias or has_vectors),
+            self.module.obstacle(device, sublayer.kernel_width): True,
+            f"model.dropout={dropout}": dropout and not self.drops,
+        }
+        return [reason for reason, holds in reasons.items() if reason and holds]
+
+
+class CpuKernel(Kernel):
+    """The kernel of this package for CPUs."""
+
+    name = "kernel"
+    module = window_cpu
+    reads_parts = True
+
+    def attend(self, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
+        options |= {"key_bias": keys.key_bias, "query_bias": keys.query_bias}
+        return window_cpu.attend(q, keys.k, keys.v, visible, past=keys.past, **options)
+
+
+class Operation(Kernel):
+    """A backend that torch traces as one operation (``operation.py``)."""
+
+    is_operation = True
+
+    def attend(self, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
+        call = keys.packed() | options
+        past = [x for part in keys.past for x in part.tensors()]
+        if past and not any(x.requires_grad for x in past):  # only the segment gets gradients
+            call["segment"] = keys.segment().tensors()
+            for name in ("k", "v", "key_bias"):
+                call[name] = None if call[name] is None else call[name].detach()
+        return operation.attend(self.name, q, window=visible, **call)
+
+
+class Fused(Operation):
+    """Torch's flash or memory-efficient attention."""
+
+    name = "fused"
+    module = fused
+    adds_only_columns = True
+
+    def attend(self, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
+        inputs = Inputs.from_call(q, keys.k, keys.v, visible, key_bias=keys.key_bias, **options)
+        if not keys.past and fused.is_full_causal(visible, inputs):
+            return fused.full_causal(inputs)
+        return super().attend(q, keys, visible, **options)
+
+
+class TritonKernel(Operation):
+    """The kernel of this package for GPUs."""
+
+    name = "kernel"
+    module = triton_window
+    drops = True
+
+
+ON_CPU = {backend.name: backend for backend in (CpuKernel(), Fused(), Plain(), Chunked())}
+"""Backends on a CPU by name, preferred first."""
+ELSEWHERE = {backend.name: backend for backend in (TritonKernel(), Fused(), Chunked(), Plain())}
+TAKE_VECTORS = tuple(name for name, backend in ON_CPU.items() if not backend.adds_only_columns)
+"""Names of the backends that accept a vector per distance, in place of a bias computed from the
+query."""
+
+
+def on(device: torch.device) -> dict[str, Backend]:
+    """Return the backends for a device by name, preferred first."""
+    return ON_CPU if device.type == "cpu" else ELSEWHERE
+
+
+def attend(backend: str, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
     """Return head outputs ``[B, H, T, K]``.
 
     Args:
+        backend: a name from ``OnKernels.backend``.
         keys: keys, values and their biases. They are packed if heads have pasts of unequal length.
-        seed: seed of counter-based dropout (``kernels/dropout.py``), None to draw one; ``plain`` may draw without it.
-        past_learns: whether keys and values of the past get gradients.
-        q, visible, bias, vectors, persistent, sink, dropout: see ``window.attend``."""
-    options = {"bias": bias, "persistent": persistent, "sink": sink, "query_bias": keys.query_bias}
-    if (backend, q.device.type) == ("kernel", "cpu"):  # this kernel reads past and segment without a copy
-        options |= {"vectors": vectors, "key_bias": keys.key_bias}
-        return window_cpu.attend(q, keys.k, keys.v, visible, past=keys.past, **options)
-    k, v, key_bias, lengths = keys.packed()
-    options |= {"bias": None if bias is None else bias[..., : max(visible.max_keys)], "key_bias": key_bias}
-    if backend == "plain" and lengths is None:
-        return window.attend(q, k, v, visible, dropout=dropout, **options)
-    seed = draw_seed(q.device) if dropout and seed is None else seed
-    options |= {"vectors": vectors, "dropout": dropout, "seed": seed, "lengths": lengths}
-    if backend in ("plain", "chunked"):
-        return chunked.attend(q, k, v, visible, **options)
-    if backend == "fused" and fused.is_full_causal(visible, inputs := Inputs.from_call(q, k, v, visible, **options)):
-        return fused.full_causal(inputs)
-    segment = () if past_learns or not keys.past else (keys.k, keys.v, keys.key_bias)
-    if segment:  # the past is constant; only the segment gets gradients
-        k, v, options["key_bias"] = (x if x is None else x.detach() for x in (k, v, key_bias))
-    return operation.attend(backend, q, k, v, visible, segment=segment, **options)
+        q, visible: see ``window.attend``.
+        options: ``bias``, ``vectors``, ``persistent``, ``sink``, ``dropout`` and ``seed``; see
+        ``window.attend``."""
+    return on(q.device)[backend].attend(q, keys, visible, **options)
 
 
 class OnKernels(Sublayer):
@@ -77,24 +169,27 @@ class OnKernels(Sublayer):
     """Whether spans depend on the input."""
     biases_keys: bool = False
     """Whether keys have biases."""
+    runs_on: tuple[type[Backend], ...] = (Backend,)
+    """Classes of the backends that compute the mechanism."""
+
+    def __init__(self):
+        super().__init__()
+        self._chosen: dict[tuple[str, torch.device, bool], Backend] = {}
 
     @property
     def kernel_width(self) -> int:
         """Width of the queries and keys that are passed to backends."""
         return self.d_head
 
-    @property
-    def has_vectors(self) -> bool:
-        """Whether the position scheme adds a vector per distance to the keys."""
-        return self.position.vectors(1) is not None
-
-    def able(self, device: torch.device) -> tuple[str, ...]:
-        """Return the mechanism's backends for ``device``, preferred first; ``obstacles`` may exclude some of them."""
-        on_cpu = device.type == "cpu"
-        return ("kernel", "fused", *(("plain", "chunked") if on_cpu else ("chunked", "plain")))
+    def obstacles(self, backend: str, device: torch.device, *, training: bool) -> list[str]:
+        """Return the reasons why ``backend`` cannot run on ``device``; empty if it can."""
+        found = on(device).get(backend)
+        if not isinstance(found, self.runs_on):
+            return [type(self).__name__]
+        return found.obstacles(self, device, self.dropout if training else 0.0)
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
-        return tuple(name for name in self.able(device) if not self.obstacles(name, device, training=training))
+        return tuple(name for name in on(device) if not self.obstacles(name, device, training=training))
 
     def backend(self, device: torch.device, *, training: bool) -> str:
         """Return the configured backend. ``auto`` is the first that can run: on a GPU, the first in plain PyTorch.
@@ -102,32 +197,18 @@ class OnKernels(Sublayer):
         On a GPU the harness tests kernels before a run, and replaces ``auto`` by a kernel that passed."""
         name = self.wanted_backend
         if name == "auto":
-            in_pytorch = [name for name in ("chunked", "plain") if name in self.able(device)]
-            candidates = self.able(device) if device.type == "cpu" else in_pytorch
-            return next(name for name in candidates if not self.obstacles(name, device, training=training))
+            names = [n for n, b in on(device).items() if device.type == "cpu" or not b.is_operation]
+            return next(n for n in names if not self.obstacles(n, device, training=training))
         if reasons := self.obstacles(name, device, training=training):
             allowed = ", ".join(["auto", *self.backends(device, training=training)])
             raise ValueError(f"runtime.backend={name} cannot run with {', '.join(reasons)}: allowed are {allowed}")
         return name
 
-    def obstacles(self, backend: str, device: torch.device, *, training: bool) -> list[str]:
-        """Return the reasons why ``backend`` cannot run on ``device``; empty if it can."""
-        dropout = self.dropout if training else 0.0
-        if backend not in self.able(device):
-            return [type(self).__name__]
-        if backend not in ("fused", "kernel"):
-            return []
-        if backend == "fused":
-            reason = fused.obstacle(device, dropout=dropout)
-        elif device.type == "cpu":
-            reason = window_cpu.obstacle() or (f"model.dropout={dropout}" if dropout else None)
-        else:
-            reason = triton_window.obstacle(device, self.kernel_width)
-        reasons = []
-        if self.spans_of_input:
-            reasons.append("spans that depend on the input")
-        if self.biases_keys and backend == "fused":
-            reasons.append("a key bias")
-        if not self.position.constant_bias and not (backend == "kernel" and self.has_vectors):
-            reasons.append("a position scheme whose bias depends on the query")
-        return [*reasons, *filter(None, [reason])]
+    def chosen_backend(self, device: torch.device) -> Backend:
+        """Return the object of ``backend`` in the present mode. Outside of compiled graphs, it is
+        chosen once."""
+        key = (self.wanted_backend, device, self.training)
+        chosen = {} if torch.compiler.is_compiling() else self._chosen
+        if key not in chosen:
+            chosen[key] = on(device)[self.backend(device, training=self.training)]
+        return chosen[key]

@@ -31,64 +31,64 @@ class VisibleKeys(NamedTuple):
         keys = cls(k, v, past, None, *biases)
         if len(past) > 1:
             return keys
-        pairs = zip(*(part.tensors() for part in (*past, keys.segment())), strict=True)
-        whole = [torch.cat(pair, dim=2) if past else pair[0] for pair in pairs]
-        return replaced(keys, whole=PastKV(keys.segment().heads, *whole))
+        whole = keys.segment()
+        if past:
+            pairs = zip(past[0].tensors(), whole.tensors(), strict=True)
+            whole = PastKV(*(torch.cat(pair, dim=2) for pair in pairs))
+        return replaced(keys, whole=whole)
 
     def segment(self) -> PastKV:  # not a property, which torch 2.10 cannot trace in a named tuple
-        return PastKV(tuple(range(self.k.shape[1])), self.k, self.v, self.key_bias)
+        return PastKV(self.k, self.v, self.key_bias)
 
-    def each(self, function: Callable[[PastKV], PastKV | None]) -> "VisibleKeys":
-        """Apply ``function`` to every part; past parts for which it returns None are left out."""
-        segment, whole = function(self.segment()), self.whole and function(self.whole)
-        past = [*filter(None, map(function, self.past))]
-        return VisibleKeys(*segment[1:3], past, whole, segment.key_bias, self.query_bias)
+    def each(self, function: Callable[[PastKV], PastKV]) -> "VisibleKeys":
+        """Apply ``function`` to every part."""
+        segment = function(self.segment())
+        past = [function(part) for part in self.past]
+        whole = self.whole and function(self.whole)
+        return VisibleKeys(segment.k, segment.v, past, whole, segment.key_bias, self.query_bias)
 
     def of_heads(self, first: int, n_heads: int) -> "VisibleKeys":
-        """Return views of the keys of ``n_heads`` heads from head ``first`` on, renumbered from 0."""
-        keys = self.each(lambda part: part.of_heads(first, n_heads))
-        if self.query_bias is None:
-            return keys
-        size = self.query_bias.shape[1] // self.k.shape[1]
-        return replaced(keys, query_bias=self.query_bias.narrow(1, first * size, n_heads * size))
+        """Return views of the keys of ``n_heads`` heads from head ``first`` on."""
+        keys = replaced(self, past=[]).each(lambda part: part.of_heads(first, first + n_heads))
+        fields = {"past": _of_heads(self.past, first, n_heads)}
+        if self.query_bias is not None:
+            size = self.query_bias.shape[1] // self.k.shape[1]
+            fields["query_bias"] = self.query_bias.narrow(1, first * size, n_heads * size)
+        return replaced(keys, **fields)
 
     def repeated(self, times: int) -> "VisibleKeys":
         """Copy every key-value head for each of the ``times`` neighbouring query heads that read it. Key biases are not
         repeated, because every query head already has one."""
 
         def repeat(part: PastKV) -> PastKV:
-            heads = tuple(h * times + i for h in part.heads for i in range(times))
-            return replaced(
-                part, heads=heads, k=part.k.repeat_interleave(times, dim=1), v=part.v.repeat_interleave(times, dim=1)
-            )
+            k, v = (x.repeat_interleave(times, dim=1) for x in part[:2])
+            return PastKV(k, v, part.key_bias)
 
-        return self if times == 1 else self.each(repeat)
+        return self.each(repeat)
 
     def rebased(self) -> "VisibleKeys":
         """Make key biases relative to the segment's last byte, so that carried biases do not grow with the stream."""
+        base = self.query_bias[..., -1:]
+        n_heads = [part.key_bias.shape[1] for part in self.past]
+        of_parts = zip(self.past, base.split(n_heads, dim=1) if n_heads else (), strict=True)
+        past = [PastKV(k, v, bias - part_base) for (k, v, bias), part_base in of_parts]
+        whole = self.whole and replaced(self.whole, key_bias=self.whole.key_bias - base)
+        return replaced(self, past=past, whole=whole, key_bias=self.key_bias - base)
 
-        def rebase(part: PastKV) -> PastKV:
-            by_head = self.query_bias[..., -1:].unflatten(1, (self.k.shape[1], -1))
-            by_head = by_head.narrow(1, part.heads[0], len(part.heads))
-            return replaced(part, key_bias=part.key_bias - by_head.flatten(1, 2))
-
-        return self if self.query_bias is None else self.each(rebase)
-
-    def packed(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return all keys, values, key biases and lengths, as fields of ``Inputs`` of ``kernels/window.py``."""
+    def packed(self) -> dict[str, Tensor | None]:
+        """Return past and segment in one tensor, as fields of ``Inputs`` of
+        ``kernels/window.py``."""
         if len(self.past) < 2:
             whole = self.whole or VisibleKeys.joined(self.k, self.v, self.past, self.key_bias).whole
-            return *whole[1:], None
+            return whole._asdict() | {"query_bias": self.query_bias, "lengths": None}
         tensors, lengths = _pack_heads(self.past, self.segment(), [math.inf] * self.k.shape[1])
-        if len({*lengths}) == 1:
-            tensors, lengths = [x.unflatten(2, (len(lengths), -1)) for x in tensors], None
-        k, v, key_bias = (*(x.squeeze(1) for x in tensors), None)[:3]
-        return k, v, key_bias, None if lengths is None else torch.tensor(lengths)
+        packed = PastKV(*(x.squeeze(1) for x in tensors))
+        return packed._asdict() | {"query_bias": self.query_bias, "lengths": torch.tensor(lengths)}
 
     def state(self) -> State:
         """Return the state of all keys, detached."""
         if self.whole is None:
-            return self.last(*[math.inf] * self.k.shape[1])
+            return self.last(math.inf)
         return tuple(x.detach() for x in self.whole.tensors())
 
     def last(self, *lengths: float) -> State:
@@ -96,19 +96,29 @@ class VisibleKeys(NamedTuple):
         return last_keys([] if self.whole else self.past, self.whole or self.segment(), *lengths)
 
 
-def before(state: State, past: int | None, dtype: torch.dtype | None = None) -> list[PastKV]:
-    """Split a state into parts of the last ``past`` keys and values (None: all), in ``dtype`` (None: unchanged)."""
+def before(state: State, n_past: int | None, dtype: torch.dtype | None = None) -> list[PastKV]:
+    """Split a state into parts of the last ``n_past`` keys and values (None: all), in ``dtype``
+    (None: unchanged)."""
     if state is None:
         return []
     fields = [(part,) if isinstance(part, Tensor) else part for part in state]  # keys, values, maybe key biases
-    keys = fields[0]
-    heads = [tuple(range(keys[0].shape[1]))] if len(keys) == 1 else [(h,) for h in range(len(keys))]
 
     def cut(x: Tensor) -> Tensor:
-        x = x if past is None else x[:, :, max(0, x.shape[2] - past) :]
+        x = x if n_past is None else x[:, :, max(0, x.shape[2] - n_past) :]
         return x if dtype is None or x.dim() == 3 else x.to(dtype)  # key biases are not converted
 
-    return [PastKV(part_heads, *map(cut, tensors)) for part_heads, *tensors in zip(heads, *fields, strict=True)]
+    return [PastKV(*map(cut, tensors)) for tensors in zip(*fields, strict=True)]
+
+
+def _of_heads(parts: list[PastKV], first: int, n_heads: int) -> list[PastKV]:
+    """Return views of ``n_heads`` heads from head ``first`` on, in the parts that have them."""
+    views = []
+    for part in parts:
+        last = min(first + n_heads, part.k.shape[1])
+        if max(first, 0) < last:
+            views.append(part.of_heads(max(first, 0), last))
+        first -= part.k.shape[1]
+    return views
 
 
 def last_keys(old: list[PastKV], new: PastKV, *lengths: float) -> State:
@@ -116,24 +126,24 @@ def last_keys(old: list[PastKV], new: PastKV, *lengths: float) -> State:
     if len(lengths) == 1 and len(old) < 2:
         pairs = zip(old[0].tensors() if old else [None] * 3, new.tensors(), strict=False)
         return tuple(last(*lengths, 2, *pair) for pair in pairs)
-    tensors, lengths = _pack_heads(old, new, lengths if len(lengths) > 1 else lengths * len(new.heads))
+    tensors, lengths = _pack_heads(old, new, lengths if len(lengths) > 1 else lengths * new.k.shape[1])
     return tuple(x.detach().split(lengths, dim=2) for x in tensors)
 
 
 def _pack_heads(old: list[PastKV], new: PastKV, max_lengths: Sequence[float]) -> tuple[list[Tensor], list[int]]:
     """Concatenate the last keys of each head, at most ``max_lengths``, head after head, ``[B, 1, sum of lengths, ..]``;
     key biases have the H / G query heads of a head in place of 1. Also return the lengths."""
-    pieces, lengths = [[] for _ in new.tensors()], []
+    pieces = []
+    lengths = []
     for h, remaining in enumerate(max_lengths):
-        parts, part_lengths = [part.of_heads(h, 1) for part in (*old, new) if h in part.heads], []
-        for part in reversed(parts):
-            part_lengths.append(min(remaining, part.k.shape[2]))
-            remaining -= part_lengths[-1]
-        for field_pieces, *tensors in zip(pieces, *(part.tensors() for part in parts), strict=True):
-            for x, n in zip(tensors, reversed(part_lengths), strict=True):
-                field_pieces.append(x.narrow(2, x.shape[2] - n, n))
-        lengths.append(sum(part_lengths))
-    return [torch.cat(field_pieces, dim=2) for field_pieces in pieces], lengths
+        of_head = []
+        for part in (new.of_heads(h, h + 1), *_of_heads(old, h, 1)):
+            length = min(remaining, part.k.shape[2])
+            of_head.insert(0, [x.narrow(2, x.shape[2] - length, length) for x in part.tensors()])
+            remaining -= length
+        pieces += of_head
+        lengths.append(sum(k.shape[2] for k, *_ in of_head))
+    return [torch.cat(views, dim=2) for views in zip(*pieces, strict=True)], lengths
 
 
 def last(length: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:

@@ -35,6 +35,10 @@ WAYS = {
 """Ways in which a position scheme may act on a mechanism."""
 State = Union[Tensor, tuple["State", ...], None]  # noqa: UP007 - a forward reference has no operator |
 """Dimension 0 of every tensor is streams. The harness slices, indexes and concatenates this dimension only."""
+Stats = dict[str, Tensor]
+"""Sums over bytes, to be added over segments and ranks."""
+Metrics = dict[str, float | Tensor]
+"""Named numbers, or small tensors with one entry per head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +88,7 @@ class SublayerOutput(NamedTuple):
     y: Tensor  # [B, T, D], added to the residual stream
     state: State = None  # the detached state that the next segment of the same streams needs
     loss: Tensor | None = None  # weighted auxiliary loss, a scalar in nats per byte, for training; not in reported bits
-    stats: dict[str, Tensor] | None = None  # sums over bytes, to be added over segments and ranks; if ``collect_stats``
+    stats: Stats | None = None  # if ``collect_stats``
 
 
 class Inspection(NamedTuple):
@@ -188,8 +192,8 @@ class Sublayer(nn.Module):
         pass, and marks the number as an estimate."""
         return None
 
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Return named numbers (or small tensors, one entry per head) from summed ``stats``, which may be empty."""
+    def metrics(self, stats: Stats) -> Metrics:
+        """Return metrics from summed ``stats``, which may be empty."""
         return {}
 
     def inspect(self, x: Tensor) -> Inspection | None:
@@ -296,8 +300,15 @@ class Position(nn.Module):
 
     def bias(self, q: Tensor, max_keys: int) -> Tensor | None:
         """Return the term that is added to scores of scaled queries ``q [B, H, T, K]``: a constant ``[H, max_keys]``,
-        or ``[B, H, T, max_keys]``, or None. Column x belongs to visible key x, counted from the nearest."""
-        return None
+        or ``[B, H, T, max_keys]``, or None. Column x belongs to visible key x, counted from the
+        nearest. The default is the products with ``vectors``."""
+        vectors = self.vectors(max_keys)
+        return None if vectors is None else q @ vectors.T.to(q.dtype)
+
+    def term(self, q: Tensor, max_keys: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return ``vectors``, if there are any, and else ``bias``."""
+        vectors = self.vectors(max_keys)
+        return vectors, self.bias(q, max_keys) if vectors is None else None
 
     def ideal_flops(self, max_keys: float) -> float:
         """Return forward FLOPs of ``bias`` per byte and head, linear in ``max_keys``; the backward pass needs twice as

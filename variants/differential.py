@@ -21,6 +21,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from variants.attention import Attention
+from variants.backends import Backend
 from variants.context import VisibleKeys
 from variants.contract import LayerContext
 from variants.kernels.window import Window, replaced
@@ -44,9 +45,9 @@ class Differential(Attention):
         self.gain = nn.Parameter(torch.ones(2 * self.d_head))
         self.extra_columns = self.d_head  # a head reads both halves of the pair's values
 
-    def attend(
-        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, *, bias: Tensor | None = None, **options
-    ) -> Tensor:
+    def attend(self, backend: Backend, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
+        options["vectors"], bias = self.position.term(q, max(visible.max_keys))
+
         def attend_by_map(member: int) -> Tensor:
             pair_keys = keys.each(lambda part: replaced(part, k=_repeat_member(part.k, member)))
             options["bias"] = None if bias is None else _repeat_member(bias, member, dim=int(bias.dim() > 2))

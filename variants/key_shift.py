@@ -28,14 +28,14 @@ class KeyShift(Part):
         super().__init__()
         self.mix = nn.Parameter(torch.full((heads * d_head,), 0.5))  # m
 
-    def forward(self, k: Tensor, before: Tensor | None = None, *, first_head: int = 0) -> Tensor:
+    def forward(self, k: Tensor, before: Tensor | None = None, *, heads: slice = slice(None)) -> Tensor:
         """Return mixed keys, in the shape of ``k``.
 
         Args:
-            k: keys of a segment, ``[B, n, T, K]`` of n heads from ``first_head`` on, or ``[B, T, G K]`` of all heads.
+            k: keys of a segment, ``[B, n, T, K]`` of n ``heads``, or ``[B, T, G K]`` of all heads.
             before: the unmixed key before the segment, with T = 1; None at the beginning of a stream."""
         mix = self.mix.to(k.dtype)
         if k.dim() == 4:
-            mix = mix.view(-1, 1, k.shape[-1]).narrow(0, first_head, k.shape[1])
+            mix = mix.view(-1, 1, k.shape[-1])[heads]
         before = torch.zeros_like(k[..., :1, :]) if before is None else before.to(k.dtype)
         return k + mix * (torch.cat([before, k[..., :-1, :]], dim=-2) - k)

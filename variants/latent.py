@@ -87,11 +87,12 @@ class Latent(Attention):
         r = self.position.rotate(r[:, None], start).expand(-1, self.heads, -1, -1)
         return torch.cat([k, r.to(k.dtype)], dim=-1), F.pad(v, (0, self.d_position))
 
-    def reproject_past(self, old: Tensor, segment: Segment, past: int | None, heads: list[int] | None) -> PastKV:
-        """Project the last ``past`` latents before the segment; None for all. All heads have equal spans."""
-        old, extra = self.past_inputs(old, past)
+    def reproject_past(self, old: Tensor, segment: Segment, n_past: int | None, heads: slice) -> PastKV:
+        """Project the last ``n_past`` latents before the segment; None for all. All heads have
+        equal spans."""
+        old, extra = self.past_inputs(old, n_past)
         k, v = self._project_latents(old.to(carried_dtype(segment.x)), segment.start - old.shape[1])
-        return PastKV(tuple(range(self.heads)), k[:, :, extra:], v[:, :, extra:])
+        return PastKV(k[:, :, extra:], v[:, :, extra:])
 
     def join(self, y: Tensor) -> Tensor:
         return super().join(y[..., : self.d_head])

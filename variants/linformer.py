@@ -30,10 +30,20 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from variants.backends import OnKernels
+from variants.backends import CpuKernel, OnKernels, Plain
 from variants.blocks import Blocks, top_mask
 from variants.compressor import Compressor
-from variants.contract import WAYS, Honours, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
+from variants.contract import (
+    WAYS,
+    Honours,
+    LayerContext,
+    Metrics,
+    NeededFlops,
+    State,
+    Stats,
+    SublayerOutput,
+    check_numbers,
+)
 from variants.kernels.window import count_pairs, replaced
 from variants.multi_head import MultiHead, head_means, head_stats, start_of
 from variants.window_and_summaries import Summaries, WindowKeys, by_bands, by_kernel, summary_weights
@@ -62,6 +72,7 @@ class Linformer(MultiHead, OnKernels):
         d_head, zero_init, key_shift: see ``MultiHead``."""
 
     honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+    runs_on = (CpuKernel, Plain)
 
     def __init__(
         self,
@@ -190,7 +201,7 @@ class Linformer(MultiHead, OnKernels):
     def _attend(self, q: Tensor, keys: WindowKeys, summaries: Summaries) -> Tensor:
         """Return head outputs ``[B, H, T, K]``."""
         options = {"blocks": self.blocks, "position": self.position}
-        if self.backend(q.device, training=self.training) == "kernel":
+        if self.chosen_backend(q.device).reads_parts:
             return by_kernel(q, keys, summaries, **options)
         options |= {"dropout": self.dropout if self.training else 0.0}
         if self.d_index and torch.is_grad_enabled():
@@ -198,17 +209,14 @@ class Linformer(MultiHead, OnKernels):
             return checkpoint.checkpoint(by_bands, q, keys, summaries, use_reentrant=False, **options)
         return by_bands(q, keys, summaries, **options)
 
-    def able(self, device: torch.device) -> tuple[str, ...]:
-        return ("kernel", "plain") if device.type == "cpu" else ("plain",)
-
     @torch.no_grad()
-    def _stats(self, q: Tensor, keys: WindowKeys, summaries: Summaries) -> dict[str, Tensor]:
+    def _stats(self, q: Tensor, keys: WindowKeys, summaries: Summaries) -> Stats:
         """Measure the attention mass on summaries, with values of 1 on summaries and of 0 in the window."""
         keys = replaced(keys, v=torch.zeros_like(keys.v), old_v=torch.zeros_like(keys.old_v))
         summaries = replaced(summaries, v=torch.ones_like(summaries.v))
         return head_stats(q, summary_mass=self._attend(q, keys, summaries)[..., 0])
 
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: Stats) -> Metrics:
         """Return ``summary_mass [H]``, the mean attention mass on summaries."""
         return head_means(stats, "summary_mass")
 

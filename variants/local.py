@@ -19,8 +19,7 @@ from einops import rearrange
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from variants import backends
-from variants.attention import Attention, Segment
+from variants.attention import ALL, Attention, Segment
 from variants.attention_span import AttentionSpan
 from variants.context import VisibleKeys
 from variants.contract import LayerContext, State, SublayerOutput
@@ -38,6 +37,7 @@ class LocalAttention(Attention):
         block: M, bytes of a block, from 1 (from 2 without ``attend_self``) to S; None for S / 4.
         heads: keywords of ``MultiHead``."""
 
+    traces_plain = True
     keyword = "block"
     """Name of M in the configuration."""
 
@@ -79,7 +79,7 @@ class LocalAttention(Attention):
             # After a change of the block size, the first byte of the open block begins a block of the new size.
             phase = state[0] % self.block
             old = [self._last_rows(part).to(rows.dtype) for part, rows in zip(state[1:], new, strict=True)]
-            past = self.reproject_past(*old, segment, self.block - 1, None)[1:3] if self.cache == "hidden" else old
+            past = self.reproject_past(*old, segment, self.block - 1, ALL)[:2] if self.cache == "hidden" else old
             keys, values = (torch.cat(pair, dim=2) for pair in zip(past, segment[2:4], strict=True))
             attend = self._attend_by_phase if is_on_host(phase) else self._attend_by_index
             y = attend(segment.q, keys, values, phase)
@@ -143,21 +143,19 @@ class LocalAttention(Attention):
 
     def _attend_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return head outputs ``[N, H, T, K]`` of the last T bytes of N blocks, with keys ``[N, H, P + T, K]``."""
-        backend, rows = self.backend(q.device, training=self.training), q.shape[2]
-        on_cpu = (backend, q.device.type) == ("kernel", "cpu")
-        traced = backend == "plain" or backends.is_operation(backend, q.device)
-        attend = self._attend_with_positions if traced else self._attend_with_positions_uncompiled
-        size, block_past, outputs = ROWS_AT_ONCE if backend == "plain" else rows, k.shape[2] - rows, []
+        backend, rows = self.chosen_backend(q.device), q.shape[2]
+        attend = self.attend if self.is_traced(q.device) else self._attend_uncompiled
+        size, block_past, outputs = ROWS_AT_ONCE if backend.has_all_scores else rows, k.shape[2] - rows, []
         for begin in range(0, rows, size):
             end = block_past + min(begin + size, rows)
-            past = block_past + begin if on_cpu else 0  # other backends read all keys as one tensor
-            old = [PastKV(tuple(range(self.heads)), k[:, :, :past], v[:, :, :past])] if past else []
-            keys = VisibleKeys(k[:, :, past:end], v[:, :, past:end], old)
+            n_past = block_past + begin if backend.reads_parts else 0
+            old = [PastKV(k[:, :, :n_past], v[:, :, :n_past])] if n_past else []
+            keys = VisibleKeys(k[:, :, n_past:end], v[:, :, n_past:end], old)
             visible = Window((end,) * self.heads, self.shift)
-            outputs.append(attend(backend, q[:, :, begin : begin + size], keys, visible, None))
+            outputs.append(attend(backend, q[:, :, begin : begin + size], keys, visible))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
-    _attend_with_positions_uncompiled = torch.compiler.disable(Attention._attend_with_positions)
+    _attend_uncompiled = torch.compiler.disable(Attention.attend)
 
     def trim(self, state: State) -> State:
         return state  # the size of the state is constant

@@ -11,7 +11,6 @@ every backend can compute. Positions count from the segment's first byte, so tha
 which grow from S/16 to S/2 in equal ratios, are not the paper's. Like the paper's language models, this class has no
 global attention."""
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Unpack
@@ -21,12 +20,13 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from variants import backends
 from variants.attention import Attention
 from variants.attention_span import AttentionSpan
+from variants.backends import Backend
 from variants.context import VisibleKeys
 from variants.contract import LayerContext
-from variants.kernels.window import PastKV, Persistent, Window
+from variants.kernels.fused import group_heads
+from variants.kernels.window import PastKV, Window
 from variants.multi_head import HeadKeywords
 
 BOTTOM_FRACTION, TOP_FRACTION = 1 / 16, 1 / 2
@@ -63,11 +63,8 @@ class DilatedWindows(AttentionSpan):
         window = grown_window(span, **self.depth) if self.window is None else min(self.window, span)
         keys = [min(window, 1 + (span - 1) // n) for n in self.steps]
         self.set_keys((1 + n * (w - 1) for w, n in zip(keys, self.steps, strict=True)), keys)
-
-    def head_groups(self) -> list[tuple[int, int, int, int]]:
-        """Return groups of heads with equal windows: the first head, the number of heads, w and n."""
-        counts = Counter(zip(self.visible_keys, self.steps, strict=True))
-        return [(self.steps.index(n), heads, w, n) for (w, n), heads in counts.items()]
+        # of heads with equal windows: w and n, and a slice of heads
+        self.groups = [*group_heads(zip(keys, self.steps, strict=True))]
 
 
 class Longformer(Attention):
@@ -106,37 +103,30 @@ class Longformer(Attention):
     def reach(self) -> int:
         return self.present_reach()
 
-    def _attend_with_positions(
-        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
-    ) -> Tensor:
+    def attend(self, backend: Backend, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
         """Return head outputs ``[B, H, T, K]``. ``visible`` is not used, because windows are constant."""
-        max_keys, outputs = max(self.span.max_keys), []
-        vectors = self.position.vectors(max_keys) if backend in backends.TAKE_VECTORS else None
-        bias = self.position.bias(q, max_keys) if vectors is None else None
-        for first, heads, w, n in self.span.head_groups():
+        vectors, bias = self.position.term(q, max(self.span.max_keys))
+        outputs = []
+        for (w, n), heads in self.span.groups:
+            first = heads.start
+            n_heads = heads.stop - first
             columns = slice(0, n * w, n)
-            options = {"vectors": None if vectors is None else vectors[columns]}
-            options["bias"] = None if bias is None else bias.narrow(int(bias.dim() > 2), first, heads)[..., columns]
-            q_and_keys = q.narrow(1, first, heads), keys.of_heads(first, heads)
-            outputs.append(self._attend_classes(backend, *q_and_keys, (w,) * heads, n, **options))
+            term = {"vectors": None if vectors is None else vectors[columns]}
+            term["bias"] = None if bias is None else bias.narrow(int(bias.dim() > 2), first, n_heads)[..., columns]
+            q_and_keys = q[:, heads], keys.of_heads(first, n_heads)
+            group_window = Window((w,) * n_heads, self.shift)
+            outputs.append(self._attend_classes(backend, *q_and_keys, group_window, n, **term))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _attend_classes(
-        self,
-        backend: str,
-        q: Tensor,
-        keys: VisibleKeys,
-        max_keys: tuple[int, ...],
-        n: int,
-        *,
-        bias: Tensor | None,
-        vectors: Tensor | None,
+        self, backend: Backend, q: Tensor, keys: VisibleKeys, visible: Window, n: int, **term: Tensor | None
     ) -> Tensor:
         """Return head outputs ``[B, H, T, K]`` with dilation n: queries of class r, at positions equal to r modulo n,
-        see only keys of class r - shift."""
+        see only keys of class r - shift. ``term`` is that of positions."""
         if n == 1:
-            return self.attend(backend, q, keys, Window(max_keys, self.shift), bias=bias, vectors=vectors)
+            return super().attend(backend, q, keys, visible, **term)
         length, outputs = q.shape[2], []
+        bias = term["bias"]
 
         def select(x: Tensor, r: int) -> Tensor:  # padded so that classes have equal length; the padding is hidden
             return F.pad(x, (0, 0, 0, -length % n))[:, :, r::n]
@@ -145,16 +135,17 @@ class Longformer(Attention):
             c, past = (r - self.shift) % n, []  # class of the keys, and past keys of this class
             for part in keys.past:
                 rows = slice((part.k.shape[2] + c) % n, None, n)
-                past.append(PastKV(part.heads, part.k[:, :, rows], part.v[:, :, rows]))
+                past.append(PastKV(part.k[:, :, rows], part.v[:, :, rows]))
             class_keys = VisibleKeys(select(keys.k, c), select(keys.v, c), past)
-            class_bias = select(bias, r) if bias is not None and bias.dim() > 2 else bias
-            visible = Window(max_keys, int(r < self.shift))  # the nearest key of class 0 is in the previous row
-            outputs.append(self.attend(backend, select(q, r), class_keys, visible, bias=class_bias, vectors=vectors))
+            if bias is not None and bias.dim() > 2:
+                term["bias"] = select(bias, r)
+            window = Window(visible.max_keys, int(r < self.shift))  # the nearest key of class 0 is in the previous row
+            outputs.append(super().attend(backend, select(q, r), class_keys, window, **term))
         return rearrange(outputs, "r B H m K -> B H (m r) K")[:, :, :length]
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int, int]:
         totals = [0, 0, 0, 0]
-        for _, heads, w, n in self.span.head_groups():
+        for (w, n), heads in self.span.groups:
             distances = range(self.shift, self.shift + n * w, n)
             in_segment = sum(max(0, segment - distance) for distance in distances)
             past = sum(max(0, min(segment, segment + carried - distance)) for distance in distances) - in_segment
@@ -163,7 +154,7 @@ class Longformer(Attention):
             keys = values | ({i + 1 for i in values | {0}} if self.key_past else set())
             needed = (sum(i <= carried for i in bytes_) for bytes_ in (keys, values))
             counts = (in_segment, past, *needed)
-            totals = [total + heads * count for total, count in zip(totals, counts, strict=True)]
+            totals = [total + (heads.stop - heads.start) * count for total, count in zip(totals, counts, strict=True)]
         return tuple(totals)
 
 

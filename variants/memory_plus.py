@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.contract import LayerContext, State, SublayerOutput
+from variants.contract import LayerContext, Metrics, State, Stats, SublayerOutput
 from variants.product_key_memory import ProductKeyMemory, SearchKeywords
 
 
@@ -70,7 +70,7 @@ class Experts(ProductKeyMemory):
         hidden = F.gelu((vectors @ x.reshape(len(slots), -1, 1)).view_as(weights).to(weights.dtype))
         return slots, weights * hidden
 
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: Stats) -> Metrics:
         """Return the metrics of ``ProductKeyMemory`` that count reads, because factors of experts may be negative."""
         metrics = super().metrics(stats | {"usage_weight": stats["usage_count"]}) if stats else {}
         return {name: number for name, number in metrics.items() if name != "kl_weighted_nats"}

@@ -1,6 +1,5 @@
 """The base class of mechanisms with H heads of width K, with projections to queries, keys and values."""
 
-from collections.abc import Sequence
 from typing import TypedDict
 
 import torch
@@ -9,7 +8,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from variants.context import last
-from variants.contract import LayerContext, State, Sublayer, check_numbers, wide
+from variants.contract import LayerContext, Metrics, State, Stats, Sublayer, check_numbers, wide
 from variants.key_shift import KeyShift
 
 EPSILON = 1e-6
@@ -73,25 +72,25 @@ class MultiHead(Sublayer):
         self.dropout_seed = context.dropout_seed
         self.wanted_backend = context.backend
 
-    def project(self, x: Tensor, *names: str, heads: Sequence[int] | None = None) -> list[Tensor]:
-        """Project ``x`` by each map to ``[B, H, T, K]``, for ``heads`` or all of them, with one matrix product."""
-        widths = [getattr(self, n).out_features if heads is None else len(heads) * self.d_head for n in names]
-        return [self.split(part) for part in self.project_flat(x, *names, heads=heads).split(widths, dim=-1)]
+    def project(self, x: Tensor, *names: str) -> list[Tensor]:
+        """Project ``x`` by each map to ``[B, H, T, K]``, with one matrix product."""
+        widths = [getattr(self, name).out_features for name in names]
+        return [self.split(part) for part in self.project_flat(x, *names).split(widths, dim=-1)]
 
-    def project_flat(self, x: Tensor, *names: str, heads: Sequence[int] | None = None) -> Tensor:
-        """Compute ``project``, with the outputs of the n maps concatenated, ``[B, T, n H K]``."""
+    def project_flat(self, x: Tensor, *names: str, heads: slice | None = None) -> Tensor:
+        """Compute ``project``, with the outputs of the n maps concatenated, ``[B, T, n H K]``; only
+        of ``heads``, if they are given."""
 
         def concatenate(parameter: str) -> Tensor | None:
-            parts = {name: getattr(getattr(self, name), parameter) for name in names}
-            if parts[names[0]] is None:
-                return None
-            if heads is not None:
-                index = torch.tensor(heads, device=x.device)
-                for name, part in parts.items():
-                    parts[name] = part.unflatten(0, (-1, self.d_head)).index_select(0, index).flatten(0, 1)
-            if self.scaled and "query" in parts:
-                parts["query"] = parts["query"] * self.d_head**-0.5
-            return torch.cat([*parts.values()])
+            parts = []
+            for name in names:
+                part = getattr(getattr(self, name), parameter)
+                if part is None:
+                    return None
+                if heads is not None:
+                    part = part.unflatten(0, (-1, self.d_head))[heads].flatten(0, 1)
+                parts.append(part * self.d_head**-0.5 if self.scaled and name == "query" else part)
+            return torch.cat(parts)
 
         return F.linear(x, concatenate("weight"), concatenate("bias"))
 
@@ -146,13 +145,13 @@ def start_of(x: Tensor, start: Tensor | None) -> Tensor:
     return torch.zeros(x.shape[0], dtype=torch.int64, device=x.device) if start is None else start
 
 
-def head_stats(q: Tensor, **terms: Tensor) -> dict[str, Tensor]:
+def head_stats(q: Tensor, **terms: Tensor) -> Stats:
     """Return statistics: the number of bytes of ``q [B, H, T, K]``, and sums ``[H]`` of each of ``terms [B, H, T]``."""
     sums = {name: wide(x).sum(dim=(0, 2)) for name, x in terms.items()}
     n_bytes = torch.full((), q.shape[0] * q.shape[2], device=q.device)  # a scalar of the CPU would split a GPU's graph
     return {"bytes": wide(n_bytes)} | sums
 
 
-def head_means(stats: dict[str, Tensor], *names: str) -> dict[str, float | Tensor]:
+def head_means(stats: Stats, *names: str) -> Metrics:
     """Return means ``[H]`` over bytes of the sums ``names`` of ``head_stats``, without those that ``stats`` lack."""
     return {name: stats[name] / stats["bytes"] for name in names if name in stats}

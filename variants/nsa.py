@@ -30,7 +30,7 @@ from variants.attention import Attention
 from variants.attention_span import AttentionSpan
 from variants.compressor import Compressor
 from variants.context import last
-from variants.contract import Honours, LayerContext, State, SublayerOutput, check_numbers
+from variants.contract import Honours, LayerContext, Metrics, State, Stats, SublayerOutput, check_numbers
 from variants.key_shift import KeyShift
 from variants.multi_head import HeadKeywords, head_means, head_stats, start_of
 
@@ -88,8 +88,7 @@ class NativeSparse(Attention):
         window_state, before = self.split_state(window_state)
         segment = self.project_qkv(x, start, before)
         rows, far_key = self.shift_rows(rows, far_before[0] if far_before else None, "far_shift")
-        traced = torch.compiler.is_compiling() and self._is_traceable(x.device)
-        attend = self._attend_window if traced else self._attend_window_uncompiled
+        attend = self._attend_window if self.is_traced(x.device) else self._attend_window_uncompiled
         by_window, window_state, _ = attend(segment, window_state, False)
         all_rows = torch.cat([past.to(rows.dtype), rows], dim=1)
         by_blocks = self._attend_blocks(segment.q, all_rows, segment.start, phase)
@@ -183,7 +182,7 @@ class NativeSparse(Attention):
             return None
         return super().trim(state[0]), last(self.reach() - self.key_past, 1, None, state[1]), *state[2:]
 
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: Stats) -> Metrics:
         """Return the branches' mean gates: ``compressed``, ``selected`` and ``window``, ``[H]`` each."""
         return head_means(stats, *BRANCHES)
 

@@ -80,9 +80,8 @@ class RotaryTables(nn.Module):
 
     def forward(self, start: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, ``[B, 1, T, K/2]`` each, from positions ``start [B]`` on."""
-        if torch.compiler.is_compiling():
-            return self._make(start, length, dtype)
-        tables = start.__dict__.setdefault("rotary_tables", {})
+        compiling = torch.compiler.is_compiling()
+        tables = {} if compiling else start.__dict__.setdefault("rotary_tables", {})
         if (self, length, dtype) not in tables:
             tables[self, length, dtype] = self._make(start, length, dtype)
         return tables[self, length, dtype]
@@ -141,9 +140,6 @@ class Relative(Position):
 
     def vectors(self, max_keys: int) -> Tensor:
         return self.table[:max_keys]
-
-    def bias(self, q: Tensor, max_keys: int) -> Tensor:
-        return q @ self.vectors(max_keys).T.to(q.dtype)
 
     def ideal_flops(self, max_keys: float) -> float:
         return 2 * max_keys * self.table.shape[1]

@@ -28,8 +28,10 @@ from torch.autograd.function import once_differentiable
 from variants.contract import (
     Inspection,
     LayerContext,
+    Metrics,
     NeededFlops,
     State,
+    Stats,
     Sublayer,
     SublayerOutput,
     check_choice,
@@ -211,7 +213,7 @@ class ProductKeyMemory(Sublayer):
         """Return slots and their weights, ``[n, H, top_k]`` each."""
         query = self.norm(self.query(x).reshape(-1, self.norm_width))
         query = query.reshape(-1, 2 * self.heads, self.d_query // 2)
-        kernel = self.backend(x.device, training=self.training) == "kernel"
+        kernel = self.searches_by_kernel(x.device)
         slots, sums = SelectSlots.apply(query, self.keys.flatten(0, 1), self.pairs, self.top_k, kernel)
         return slots, sums.softmax(-1) if self.activation == "softmax" else sums.relu()
 
@@ -220,12 +222,14 @@ class ProductKeyMemory(Sublayer):
         slots, weights = (rearrange(part, "(B T) H k -> B H T k", B=len(x)) for part in self._select_slots(x))
         return Inspection(entries=slots, shares=weights)
 
-    def backend(self, device: torch.device, *, training: bool) -> str:
-        """Return ``kernel`` for the search in C++ on a CPU, if it is available; otherwise ``plain``."""
-        use_kernel = device.type == "cpu" and self.wanted_backend in ("auto", "kernel")
-        return "kernel" if use_kernel and product_search.obstacle() is None else "plain"
+    def searches_by_kernel(self, device: torch.device) -> bool:
+        """Whether the search is the one in C++, for a CPU; otherwise it is in plain PyTorch."""
+        return self.wanted_backend in ("auto", "kernel") and product_search.obstacle(device) is None
 
-    def usage(self, slots: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    def backend(self, device: torch.device, *, training: bool) -> str:
+        return "kernel" if self.searches_by_kernel(device) else "plain"
+
+    def usage(self, slots: Tensor, weights: Tensor) -> Stats:
         """Return reads of each slot, int64 ``[M]``, sums of their weights, float64 ``[M]``, and the number of bytes."""
         flat = slots.flatten()
         count = torch.zeros(self.values.shape[0], dtype=torch.int64, device=slots.device)
@@ -236,7 +240,7 @@ class ProductKeyMemory(Sublayer):
             "bytes": torch.tensor(slots.shape[0], device=slots.device),
         }
 
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: Stats) -> Metrics:
         """Return the percentage of slots with a positive weight, the number of bytes, and two divergences from uniform,
         ln M + sum p ln p. p is a slot's share of the reads, or of the weights unless all are 0 (relu)."""
         if not stats:

@@ -33,7 +33,17 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from variants.context import last, weights_of
-from variants.contract import Honours, Inspection, LayerContext, NeededFlops, State, SublayerOutput, check_numbers
+from variants.contract import (
+    Honours,
+    Inspection,
+    LayerContext,
+    Metrics,
+    NeededFlops,
+    State,
+    Stats,
+    SublayerOutput,
+    check_numbers,
+)
 from variants.kernels import dropout as dropout_counters
 from variants.kernels.window import count_pairs
 from variants.multi_head import EPSILON, HeadKeywords, MultiHead, head_means, head_stats, start_of
@@ -199,7 +209,7 @@ class Reformer(MultiHead):
         self.check_span(span)
         self.span = span
 
-    def metrics(self, stats: dict[str, Tensor]) -> dict[str, float | Tensor]:
+    def metrics(self, stats: Stats) -> Metrics:
         """Return means per head: ``keys``, the number of distinct keys that a query sees, and ``alone``, the share of
         queries that see no key."""
         return head_means(stats, "keys", "alone")

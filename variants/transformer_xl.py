@@ -22,9 +22,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from variants.attention import Attention
+from variants.backends import Backend, Plain
 from variants.context import VisibleKeys
 from variants.contract import Honours, LayerContext, Position, check_choice
-from variants.kernels.window import PastKV, Persistent, Window
+from variants.kernels.window import PastKV, Window
 from variants.position import rotary_frequencies, sinusoids, turns
 
 
@@ -101,27 +102,22 @@ class TransformerXL(Attention):
             self.limits = frozenset({"ideal_flops"})
         self.position = Distances(context, d_head=self.d_head, share=share)
 
-    has_vectors = True
+    traces_plain = True
 
     @property
     def kernel_width(self) -> int:
         return self.d_head + 1
 
-    def _is_traceable(self, device: torch.device) -> bool:
-        return super()._is_traceable(device) or self.backend(device, training=self.training) == "plain"
-
-    def _attend_with_positions(
-        self, backend: str, q: Tensor, keys: VisibleKeys, visible: Window, persistent: Persistent | None
-    ) -> Tensor:
+    def attend(self, backend: Backend, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
         max_keys = max(visible.max_keys)
         u, v = self.position.query_vectors(q)
-        if backend == "plain" or self.position.has_few_queries(q, max_keys):
-            return self.attend("plain", q + u, keys, visible, bias=self.position.bias(q, max_keys))
+        if backend.has_all_scores or self.position.has_few_queries(q, max_keys):
+            return super().attend(Plain(), q + u, keys, visible, bias=self.position.bias(q, max_keys))
         p = self.position.vectors(max_keys).to(q.dtype)
         p = torch.cat([p, ((v - u) * p).sum(-1, keepdim=True)], dim=-1)
         q, outputs = F.pad(q + u, (0, 1), value=1.0), []
         head_window = Window(visible.max_keys[:1], visible.shift)
         for h in range(self.heads):
-            head_keys = keys.of_heads(h, 1).each(lambda p: PastKV(p.heads, F.pad(p.k, (0, 1)), F.pad(p.v, (0, 1))))
-            outputs.append(self.attend(backend, q[:, h : h + 1], head_keys, head_window, vectors=p[h]))
+            head_keys = keys.of_heads(h, 1).each(lambda p: PastKV(F.pad(p.k, (0, 1)), F.pad(p.v, (0, 1))))
+            outputs.append(super().attend(backend, q[:, h : h + 1], head_keys, head_window, bias=None, vectors=p[h]))
         return torch.cat(outputs, dim=1)[..., :-1]

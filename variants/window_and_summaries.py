@@ -48,12 +48,12 @@ def by_kernel(q: Tensor, keys: WindowKeys, summaries: Summaries, *, blocks: Bloc
         key_bias = torch.zeros(streams, heads, past_rows + length, dtype=dtype).masked_fill(padding, -torch.inf)
         past_bias, segment_bias = key_bias.split([past_rows, length], dim=2)
         biases = {"key_bias": segment_bias, "query_bias": torch.zeros_like(segment_bias)}
-    visible, vectors = summaries.visible[:, :, None], position.vectors(max_keys)
-    bias = position.bias(q, max_keys) if vectors is None else None
+    visible = summaries.visible[:, :, None]
+    vectors, bias = position.term(q, max_keys)
     summary_bias = _position_bias(q, summaries.distance, blocks=blocks, position=position)
     summary_bias = torch.zeros_like(visible, dtype=dtype) if summary_bias is None else summary_bias.to(dtype)
     summary_bias = summary_bias.masked_fill(~visible, -torch.inf)
-    past = [PastKV(tuple(range(heads)), keys.old_k, keys.old_v, past_bias)] if past_rows else []
+    past = [PastKV(keys.old_k, keys.old_v, past_bias)] if past_rows else []
     chunk_keys = ChunkKeys(summaries.k, summaries.v, summary_bias) if summary_bias.shape[-1] else None
     options = {"past": past, "bias": bias, "vectors": vectors, "chunk_keys": chunk_keys, **biases}
     with torch.autocast(q.device.type, enabled=False):

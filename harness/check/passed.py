@@ -9,7 +9,7 @@ from harness.cache import cache_folder, write_atomically
 
 
 def marker(kind: str, *conditions: object) -> Path:
-    """Return the file, below the cache folder, of a check whose outcome depends on ``conditions``."""
+    """Return the file, below the cache folder, of a check that depends on ``conditions``."""
     return Path(kind, hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest())
 
 

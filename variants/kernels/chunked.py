@@ -21,12 +21,13 @@ SHARED_FIELDS = ("k", "v", "extra_k", "extra_v", "vectors")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor:
-    """Compute ``window.attend``; dropout requires a ``seed``."""
+    """Compute ``window.attend``; without a ``seed`` of the dropout, one is drawn."""
     inputs, rows = Inputs.from_call(q, k, v, window, **options), q.shape[2]
     dtype, seed = torch.promote_types(q.dtype, torch.float32), None
     shared = {name: x.to(dtype) for name in SHARED_FIELDS if (x := getattr(inputs, name)) is not None}
     if inputs.dropout:
-        seed = dropout_counters.row_numbers(inputs.seed, *q.shape[:3])
+        seed = dropout_counters.draw_seed(q.device) if inputs.seed is None else inputs.seed
+        seed = dropout_counters.row_numbers(seed, *q.shape[:3])
     inputs = replaced(inputs, **shared, seed=seed)
     parts = []
     for (max_keys, keys), heads in group_heads(zip(window.max_keys, inputs.key_counts(), strict=True)):
@@ -46,18 +47,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor
 
 def _cut(inputs: Inputs, heads: slice, t: slice, j: slice, columns: slice) -> Inputs:
     """Cut ``inputs`` to some heads, their queries ``t``, keys ``j`` and columns."""
-    keys = {n: inputs.of_heads(x, heads)[:, :, j] for n in KEY_FIELDS if (x := getattr(inputs, n)) is not None}
-    queries = (slice(None), heads, t)
-    has_queries = {n: x is not None and x.dim() > 2 for n, x in (("z", inputs.z), ("bias", inputs.bias))}
-    indices = {
-        **dict.fromkeys(("q", "extra_q", "seed", "query_bias"), queries),
-        **dict.fromkeys(("extra_k", "extra_v", "sink"), (heads,)),
-        "vectors": (columns,),
-        "z": queries if has_queries["z"] else (heads,),
-        "bias": (*queries, columns) if has_queries["bias"] else (heads, columns),
-    }
-    fields = {n: x[index] for n, index in indices.items() if (x := getattr(inputs, n)) is not None}
-    return replaced(inputs, **keys, **fields, lengths=None)
+
+    def cut(name: str, x: Tensor) -> Tensor:
+        if name in KEY_FIELDS:
+            return inputs.of_heads(x, heads)[:, :, j]
+        if name == "vectors":
+            return x[columns]
+        of_heads = name in ("extra_k", "extra_v") or x.dim() < 3
+        x = x[heads] if of_heads else x[:, heads, t]
+        return x[..., columns] if name == "bias" else x
+
+    tensors = inputs._replace(lengths=None, dropout=None)._asdict().items()
+    return replaced(inputs, **{name: cut(name, x) for name, x in tensors if x is not None}, lengths=None)
 
 
 def _attend_chunk(chunk: Inputs, window: Window) -> Tensor:

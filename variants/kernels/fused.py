@@ -82,13 +82,13 @@ ENGINES = {"cpu": Engine(_flash, _flash_backward), "cuda": Engine(_efficient, _e
 """The engine for each type of device."""
 
 
-def obstacle(device: torch.device, *, dropout: float = 0.0) -> str | None:
+def obstacle(device: torch.device, *_: object) -> str | None:
     """The reason why this backend cannot run on ``device``, or None."""
     if device.type not in ENGINES:
         return f"runtime.device={device.type}"
     if device.type == "cuda" and torch.version.hip:
         return "torch for ROCm"  # its kernel pads in another way
-    return f"model.dropout={dropout}" if dropout else None
+    return None
 
 
 def is_full_causal(window: Window, inputs: Inputs) -> bool:
@@ -120,6 +120,8 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
         y[:, heads, t], lse[:, heads, t] = engine.forward(q[:, heads, t], *band, mask)
     if inputs.extra_q is not None:
         y, lse = plain.merge_parts(y, lse, *engine.forward(inputs.extra_q, *_persistent_kv(inputs), None))
+    if inputs.sink is None:
+        return y, lse
     return plain.merge_sink(y, lse, inputs.sink)
 
 

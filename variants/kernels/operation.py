@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from variants.kernels import fused, triton_window
+from variants.kernels.dropout import draw_seed
 from variants.kernels.window import Inputs, Window
 
 DIFFERENTIABLE = ("q", "k", "v", "z", "extra_q", "extra_k", "extra_v", "vectors", "sink", "key_bias", "query_bias")
@@ -42,6 +43,8 @@ def attend(
     inputs = Inputs.from_call(q, k, v, window, **options)
     named = inputs._asdict() | dict(zip(SEGMENT_NAMES, segment, strict=False))
     rate = named.pop("dropout")
+    if rate and inputs.seed is None:
+        named["seed"] = draw_seed(q.device)
     tensors = {n: x for n, x in named.items() if x is not None and (rate or n != "seed")}
     sizes = (list(window.max_keys), window.max_keys_tensor, window.shift, window.ramp, rate)
     return _forward(backend, " ".join(tensors), list(tensors.values()), *sizes)[0]

@@ -9,12 +9,15 @@ from torch import Tensor
 
 from variants.kernels import native
 
+CPU = torch.device("cpu")
 SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
 
 
 @torch.compiler.assume_constant_result
-def obstacle() -> str | None:
-    """The reason why this search cannot run on this machine; None if it can."""
+def obstacle(device: torch.device = CPU) -> str | None:
+    """The reason why this search cannot run on ``device``; None if it can."""
+    if device.type != "cpu":
+        return f"runtime.device={device.type}"
     library = _library()
     return library if isinstance(library, str) else None
 

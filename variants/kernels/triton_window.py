@@ -172,15 +172,14 @@ def _window_arguments(inputs: Inputs, window: Window) -> dict:
     """Arguments that all kernels share for the part of the softmax over visible keys."""
     lengths = inputs.key_counts()
     # z + R is rounded as in soft_mask, so that both put a key on the same side of a kink of m.
-    ramp_end = None if inputs.z is None else (inputs.z + window.ramp).float()
-    return _arguments(inputs, inputs.q, inputs.k, inputs.v) | {
-        "ramp_end": ramp_end,
+    added = {"ramp_end": None if inputs.z is None else inputs.z + window.ramp, "table": inputs.bias}
+    added |= {"key_bias": inputs.key_bias, "query_bias": inputs.query_bias}
+    added = {name: x.float().contiguous() for name, x in added.items() if x is not None}
+    arguments = _arguments(inputs, inputs.q, inputs.k, inputs.v) | added
+    return arguments | {
         "heads": _heads(window.max_keys, lengths, inputs.q.device),
         "stream_keys": sum(lengths),
         "shift": window.shift,
-        "table": None if inputs.bias is None else inputs.bias.float().contiguous(),
-        "key_bias": None if inputs.key_bias is None else inputs.key_bias.float().contiguous(),
-        "query_bias": None if inputs.key_bias is None else inputs.query_bias.float().contiguous(),
         "vectors": None if inputs.vectors is None else inputs.vectors.to(inputs.q.dtype).contiguous(),
         "distances": _n_distances(inputs),
         "ramp": window.ramp,

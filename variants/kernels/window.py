@@ -53,27 +53,21 @@ class Persistent(NamedTuple):
 
 
 class PastKV(NamedTuple):
-    """Keys and values of n heads: of P bytes before the segment, of the segment, or of both."""
+    """Keys and values of n neighbouring heads: of P bytes before the segment, of the segment, or of
+    both. In a list of parts, the heads of a part follow those of the part before."""
 
-    heads: tuple[int, ...]  # indices of the n heads, which are neighbours, in ascending order
     k: Tensor  # [B, n, P, K]
     v: Tensor
     key_bias: Tensor | None = None  # [B, r n, P], where r heads of queries read each head of keys
 
     def tensors(self) -> list[Tensor]:
-        return [x for x in self[1:] if x is not None]
+        return [x for x in self if x is not None]
 
-    def of_heads(self, first: int, n_heads: int) -> "PastKV | None":
-        """The part of ``n_heads`` heads from head ``first`` on, renumbered from 0; None if it would be empty."""
-        indices = [index for index, h in enumerate(self.heads) if first <= h < first + n_heads]
-        if not indices:
-            return None
-        heads = tuple(self.heads[index] - first for index in indices)
-        parts = []
-        for x in self.tensors():
-            size = x.shape[1] // len(self.heads)
-            parts.append(x.narrow(1, indices[0] * size, len(indices) * size))
-        return PastKV(heads, *parts)
+    def of_heads(self, first: int, last: int) -> "PastKV":
+        """Views of the heads from ``first`` to before ``last``."""
+        sizes = [x.shape[1] // self.k.shape[1] for x in self.tensors()]
+        pairs = zip(self.tensors(), sizes, strict=True)
+        return PastKV(*(x[:, first * size : last * size] for x, size in pairs))
 
 
 class Inputs(NamedTuple):
@@ -166,13 +160,15 @@ def visible_mask(rows: int, keys: int, max_keys: int, *, shift: int, device: tor
 
 def count_pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int, int]:
     """Count one head's visible pairs of a query and a key: those with a key of the segment, and with a past key."""
-
-    def count(last: int) -> int:  # pairs of ``last`` queries; query i = 1 .. ``last`` has min(i, max_keys) keys
-        growing = max(0, min(last, max_keys))
-        return growing * (growing + 1) // 2 + (max(0, last) - growing) * max_keys
-
-    in_segment = count(rows - shift)
-    return in_segment, count(past + rows - shift) - count(past - shift) - in_segment
+    counts = []
+    for last in (
+        rows,
+        past + rows,
+        past,
+    ):  # pairs of ``last`` bytes; byte i = 1 .. ``last`` sees i - shift keys or fewer
+        growing = max(0, min(last - shift, max_keys))
+        counts.append(growing * (growing + 1) // 2 + (max(0, last - shift) - growing) * max_keys)
+    return counts[0], counts[1] - counts[2] - counts[0]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor:
@@ -267,9 +263,9 @@ def merge_parts(y: Tensor, lse: Tensor, extra_y: Tensor | None, extra_lse: Tenso
     return merged_y.to(y.dtype), merged_lse.where(~empty, lse)
 
 
-def merge_sink(y: Tensor, lse: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge an output and log-sum-exp with the sink ``[H]``, whose value is 0; without a sink, return them."""
-    return (y, lse) if sink is None else merge_parts(y, lse, None, sink.to(lse.dtype)[:, None].expand_as(lse))
+def merge_sink(y: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge an output and log-sum-exp with the sink ``[H]``, whose value is 0."""
+    return merge_parts(y, lse, None, sink.to(lse.dtype)[:, None].expand_as(lse))
 
 
 def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

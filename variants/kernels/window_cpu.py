@@ -30,7 +30,7 @@ DENSE = (
 SIZES = "streams heads rows width persistent distances shift threads biases"  # also fields of Call
 
 
-def obstacle() -> str | None:
+def obstacle(*_: object) -> str | None:
     """The reason why the kernel cannot run on this machine; None if it can."""
     library = _library()
     return library if isinstance(library, str) else None
@@ -55,8 +55,9 @@ def attend(
 
     Args:
         k, v: keys and values of the segment ``[B, H, T, K]``; ``key_bias`` is also the segment's.
-        past: keys and values before the segment, in parts for heads with pasts of equal length; every head is in one
-            part. Empty without a past. Their gradients are computed only if they are needed.
+        past: keys and values before the segment, in parts for heads with pasts of equal length, in
+            the order of heads. Empty without a past. Their gradients are computed only if they are
+            needed.
         chunk_keys: keys and values for each chunk of queries, in the same softmax."""
     inputs, n_distances = Inputs.from_call(q, k, v, window, **options), max(window.max_keys)
     for name, x in (("vectors", inputs.vectors), ("bias", None if inputs.bias is None else inputs.bias.mT)):
@@ -66,9 +67,7 @@ def attend(
         inputs = inputs._replace(vectors=inputs.vectors[:n_distances])
     if past and inputs.key_bias is not None:
         inputs = inputs._replace(key_bias=torch.cat([_past_biases(past), inputs.key_bias], dim=2))
-    part_of_head = []
-    if past:
-        part_of_head = [next(i for i, part in enumerate(past) if h in part.heads) for h in range(q.shape[1])]
+    part_of_head = [index for index, part in enumerate(past) for _ in range(part.k.shape[1])]
     named = {name: getattr(inputs, name) for name in (*DIFFERENTIABLE, "sink")}
     named |= dict(zip(CHUNK_NAMES, chunk_keys or (), strict=False))
     for i, part in enumerate(past):
@@ -81,11 +80,9 @@ def attend(
 
 
 def _past_biases(past: Sequence[PastKV]) -> Tensor:
-    """Key biases of the past, ``[B, H, P]``, with heads in ascending order. Shorter parts are padded in front."""
+    """Key biases of the past, ``[B, H, P]``. Shorter parts are padded in front."""
     longest = max(part.key_bias.shape[2] for part in past)
-    padded = torch.cat([F.pad(part.key_bias, (longest - part.key_bias.shape[2], 0)) for part in past], dim=1)
-    heads = [h for part in past for h in part.heads]
-    return padded[:, sorted(range(len(heads)), key=heads.__getitem__)]
+    return torch.cat([F.pad(part.key_bias, (longest - part.key_bias.shape[2], 0)) for part in past], dim=1)
 
 
 class _Attend(torch.autograd.Function):
@@ -96,7 +93,8 @@ class _Attend(torch.autograd.Function):
         y, lse, _ = _forward(*_kernel_inputs(named), *ctx.sizes)
         if CHUNK_NAMES[0] in named:
             y, lse = merge_chunk_keys(y, lse, named["q"], ChunkKeys(*(named[name] for name in CHUNK_NAMES)))
-        y, lse = merge_sink(y, lse, named.get("sink"))
+        if "sink" in named:
+            y, lse = merge_sink(y, lse, named["sink"])
         ctx.save_for_backward(*tensors, y, lse)
         return y
 
@@ -259,7 +257,7 @@ def _call(
     if z is not None:  # to the end of the closed ramp; rounded as in soft_mask, to agree with it at kinks
         ramp_ends = (z.detach() + ramp).floor().tolist()
         visible_keys = [min(n, int(ramp_end) + 1) for n, ramp_end in zip(max_keys, ramp_ends, strict=True)]
-    order = sorted(range(len(visible_keys)), key=lambda h: -visible_keys[h])
+    order = sorted(range(len(visible_keys)), key=visible_keys.__getitem__, reverse=True)
     call.set_pointers(columns=torch.tensor(visible_keys), order=torch.tensor(order))
     call.set_pointers(**_tables(q.dtype, z, bias, visible_keys, call.distances, ramp, backward=backward))
     if vectors is not None:
