@@ -2,9 +2,10 @@
 (``docs/exit_codes.md``). Errors of memory and storage become failures, any other ValueError is a mistake of the user,
 and other errors are bugs."""
 
+import difflib
 import errno
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 BUG, MISTAKE = 1, 2
@@ -93,3 +94,11 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether memory was insufficient. torch raises an error of its own class on a GPU, and a RuntimeError on a CPU."""
     classes = (OutOfMemory, MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
     return isinstance(error, classes) or "can't allocate memory" in str(error) or "not enough memory" in str(error)
+
+
+def did_you_mean(name: str, names: Iterable[str], *, prefix: str = "") -> str:
+    """Return a hint with the nearest of ``names``, each after ``prefix``, or an empty text if none
+    is near."""
+    nearest = difflib.get_close_matches(name, [*dict.fromkeys(names)], n=2)
+    words = " or ".join(f"{prefix}{name}" for name in nearest)
+    return f" (did you mean {words}?)" if words else ""

@@ -3,7 +3,7 @@
 ``open_trained`` serves the commands; ``load`` returns the model for notebooks."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,16 +27,23 @@ from harness.model import LanguageModel
 from harness.plan.build import Plan, literal, plan_run
 from harness.plan.settings import parse_setting
 from harness.record import checkpoint
-from harness.record.folder import identity_of, read_provenance
+from harness.record.exported import WEIGHTS, load_exported
+from harness.record.folder import identity_of, read_provenance, why_unfinished
 from harness.record.rows import CONFIG, RECORD
 
 
 def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
     """A run folder's provenance and its best checkpoint; ValueError naming ``key`` if either is missing."""
-    best = path / checkpoint.FOLDER / checkpoint.BEST
-    if not best.exists() or not (path / RECORD).exists():
-        raise ValueError(f"{key}={path}: must be a run folder with {checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}")
+    best, weights = path / checkpoint.FOLDER / checkpoint.BEST, path / WEIGHTS
+    if not (best.exists() or weights.exists()) or not (path / RECORD).exists():
+        files = f"{checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}"
+        raise ValueError(f"{key}={path}: must be a run folder with {files}{why_unfinished(path)}")
     provenance = read_provenance(path, key=key)
+    if weights.exists():
+        try:
+            return provenance, load_exported(weights)
+        except ValueError as error:
+            raise ValueError(f"{key}={error}") from error
     return provenance, checkpoint.load_best(path, identity_of(provenance))
 
 
@@ -112,7 +119,7 @@ def open_trained(
     return TrainedRun(path, plan, provenance, best, key)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Model:
     """A trained network in float32, which scores and generates text and returns attention maps,
     the byte of each token id, and ``about``: its run's provenance and scoring protocol."""
@@ -120,6 +127,11 @@ class Model:
     network: LanguageModel
     symbols: bytes
     about: dict
+
+    def __repr__(self) -> str:
+        n_parameters = sum(parameter.numel() for parameter in self.network.parameters())
+        variant, data = self.about["variant"], self.about["data"]["name"]
+        return f"Model(variant={variant}, data={data}, parameters={n_parameters:,})"
 
     def score(self, text: bytes, *, streams: int = 1, segment: int = 512, context: int = 0) -> float:
         """Return bits per byte of ``text`` without its first byte, which the model does not predict.
@@ -144,10 +156,15 @@ class Model:
     def generate(self, prompt: bytes, *, n_bytes: int, seed: int | None = None, **options) -> bytes:
         """Return ``n_bytes`` bytes that the model generates after ``prompt``. ``options`` are ``temperature`` and
         ``top_k`` of ``harness.loop.sampling.draw``."""
+        return bytes(self.stream(prompt, n_bytes=n_bytes, seed=seed, **options))
+
+    def stream(self, prompt: bytes, *, n_bytes: int, seed: int | None = None, **options) -> Iterator[int]:
+        """Yield the bytes that ``generate`` returns, each as soon as it is known."""
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         tokens = token_ids(prompt, self.symbols, key="prompt")
         continuation = generate(self.network, tokens, n_symbols=len(self.symbols), generator=generator, **options)
-        return bytes(self.symbols[token_id] for token_id in itertools.islice(continuation, n_bytes))
+        for token_id in itertools.islice(continuation, n_bytes):
+            yield self.symbols[token_id]
 
     @torch.no_grad()
     def attention(self, text: bytes) -> dict[str, Tensor]:

@@ -26,14 +26,14 @@ ALLOWED_IMPORTS = {
     "harness/optim": {"harness.optim"},
     "harness/data": {"harness.data", "harness.cache", "harness.failures", "harness.hashing"},
     "harness/count": {"harness.count", "harness.model", "variants.contract"},
-    "harness/plan": {"harness.plan", "harness.optim", "harness.model", "variants.contract"},
+    "harness/plan": {"harness.plan", "harness.optim", "harness.model", "harness.failures", "variants.contract"},
     "harness/device": {f"harness.{name}" for name in ("device", "plan.settings", "cache", "failures", "hashing")},
     "harness/check": {f"harness.{name}" for name in ("check", "count", "device", "model", "plan", "source", "cache")}
     | {"harness.failures", "variants.contract", "variants.conformance"},
     "harness/loop": {"harness", "variants.contract"},
     "harness/compose": {"harness"},
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
-    "windtunnel": {"harness"},
+    "windtunnel": {"windtunnel", "bench", "harness"},
     "bench/tables": {"bench.tables", "bench.rows", "harness.record", "harness.cache", "harness.failures"},
     "train.py": {"harness", "hydra", "omegaconf"},
 }

@@ -1,6 +1,7 @@
 """Sweeps: failed and finished jobs of a repeated command, planned jobs, and the independence of jobs."""
 
 import os
+import re
 import weakref
 
 import pytest
@@ -36,7 +37,12 @@ def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(
         outcome = train("-m", *words, "model.heads=3,2", "seed=1,2")
     assert outcome.code == 1 and outcome.err.count("Traceback") == 1 and "in failing" in outcome.err
     assert outcome.err.count("error: model.heads=3 must divide") == 2
-    assert outcome.out.splitlines()[-1].endswith(": 1 of 4 done") and groups[0].startswith("sweep-")
+    *_, done, first, second, third, fourth, compare = outcome.out.splitlines()
+    assert done.endswith(": 1 of 4 done") and groups[0].startswith("sweep-")
+    assert first.startswith("  model.heads=3 seed=1: failed, model.heads=3 must divide")
+    assert third == "  model.heads=2 seed=1: failed, RuntimeError: no such luck"
+    assert re.fullmatch(r"  model.heads=2 seed=2: \d\.\d{4} bits per byte on valid", fourth) and "seed=2" in second
+    assert compare == "compare: windtunnel compare outputs"
     row, _ = summaries(cwd / "outputs")
     assert (row["status"], row["seed"], row["error"]) == ("failed", 1, "RuntimeError: no such luck second line")
     assert row["command"].startswith("python train.py")
@@ -44,7 +50,7 @@ def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(
 
     repeated = train("-m", *words, "seed=1,2")
     assert repeated.code == 0 and repeated.out.count("resuming at ") == 1
-    assert repeated.out.count("finished before: ") == 1 and repeated.out.splitlines()[-1].endswith("2 of 2 done")
+    assert repeated.out.count("finished before: ") == 1 and ": 2 of 2 done\n" in repeated.out
     rows = summaries(cwd / "outputs")
     assert [row["status"] for row in rows] == ["finished"] * 2
     recorded_words = rows[1]["command"].split()

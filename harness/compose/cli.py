@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import hydra
 import yaml
@@ -24,14 +25,30 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from harness import failures, source
+from harness.compose.help import help_text
 from harness.compose.untrusted_config import CONF, FileConfigSource
 from harness.device.output import contained_output
 from harness.device.torchrun import check_launch, is_secondary, read_launch
-from harness.failures import first_line
+from harness.failures import did_you_mean, first_line
 
 TRACE_VARIABLE = "WINDTUNNEL_TRACE"
 """Environment variable in which ``run_command`` saves the user's HYDRA_FULL_ERROR before it overwrites it."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
+SYNONYMS = {
+    "batch_size": "batch.streams",
+    **dict.fromkeys(("context", "context_length", "window", "window_size"), "model.span"),
+    **dict.fromkeys(("block_size", "seq_len", "seq_length", "sequence_length"), "batch.segment"),
+    **dict.fromkeys(("learning_rate", "rate"), "optim.lr"),
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers", "depth"), "model.layers"),
+    **dict.fromkeys(("n_head", "n_heads", "num_heads"), "model.heads"),
+    **dict.fromkeys(("n_embd", "dim", "hidden_size", "width"), "model.d_model"),
+    **dict.fromkeys(("max_steps", "iterations", "n_steps"), "budget.steps"),
+    **dict.fromkeys(("dataset", "corpus"), "data"),
+    **dict.fromkeys(("attention", "mechanism"), "variant"),
+    **dict.fromkeys(("epochs", "max_bytes"), "budget.bytes"),
+    "optimizer": "optim",
+}
+"""Keys by the names that other programs give them."""
 EXITING = ("harness", "bench", "hydra", "argparse", "__main__")  # packages whose SystemExit ends a command
 task: TaskFunction | None = None  # the function that the launcher of a sweep calls for each job
 
@@ -56,6 +73,10 @@ def run_command(command: Callable[[], object], *, multiprocess: bool = False) ->
     trace = os.environ.get(TRACE_VARIABLE, os.environ.get("HYDRA_FULL_ERROR", ""))
     with env_override({"HYDRA_FULL_ERROR": "1", TRACE_VARIABLE: trace}), contained_output():
         try:
+            if {"--help", "-h"} & {*sys.argv[1:]}:
+                words = [word for word in sys.argv[1:] if word not in ("--help", "-h")]
+                print(help_text(Path(inspect.getfile(task)).stem, *words[:1]))
+                return
             check_launch(sys.argv[1:], multiprocess=multiprocess)
             if read_launch().world_size > 1:  # torch's errors repeat what its C++ code logs
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -147,18 +168,22 @@ def _explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = error.missing_cfg_file.rpartition("/")
         hint = "; pip install -e '.[sweep]' installs more" if group == "hydra/launcher" else ""
-        return f"{group}={name}: no such choice; allowed are {', '.join(error.options)}{hint}"
+        nearest = did_you_mean(name, error.options)
+        return f"{group}={name}: no such choice{nearest}; allowed are {', '.join(error.options)}{hint}"
     if isinstance(error, OverrideParseException):
         allowed = "KEY=VALUE, as in model.heads=4 or trust=[mine], or \"KEY='VALUE'\" with signs and letters like é"
         return f"{error.override!r}: must be {allowed} ({first_line(error)})"
     if isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
         override = str(error).partition("use +")[2] or cause.full_key
         names = [str(name) for name in cause.parent_node or ()] if isinstance(cause.parent_node, DictConfig) else []
-        hint = ""
+        paths = []
         if cause.full_key == cause.key:  # at the top, add the groups: those that are null by default are no keys
             names += sorted(path.name for path in CONF.iterdir() if path.is_dir())
-            if paths := _paths(OmegaConf.to_container(cause.parent_node), str(cause.key)):
-                hint = f" (did you mean {' or '.join(paths)}?)"
+            paths = _paths(OmegaConf.to_container(cause.parent_node), str(cause.key))
+        paths = paths or SYNONYMS.get(str(cause.key), "").split()
+        section = str(cause.full_key).removesuffix(str(cause.key))
+        nearest = did_you_mean(str(cause.key), names, prefix=section)
+        hint = f" (did you mean {' or '.join(paths)}?)" if paths else nearest
         allowed = ", ".join(name for name in dict.fromkeys(names) if name != "hydra")
         return f"{override}: no such key{hint}; allowed are {allowed or f'none; +{override} adds a new key'}"
     if isinstance(error, OmegaConfBaseException) and error.full_key:

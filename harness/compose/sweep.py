@@ -4,6 +4,7 @@ score, and a killed job resumes."""
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from harness.compose import cli
 from harness.compose.cli import exit_code, print_error, task_words, to_job_failed
+from harness.record.display import JOB
 
 
 class JobCallback(Callback):
@@ -66,7 +68,9 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
     digest = hashlib.sha256(json.dumps(sorted(command_line)).encode()).hexdigest()[:8]
     name = f"{config.hydra.runtime.choices.get('sweep') or 'sweep'}-{digest}"
     paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(paths)}
+    one_by_one = launcher_name == "basic"
+    template = f"job {{}} of {len(jobs)}: " if one_by_one else ""
+    variables = {"PYTHONPATH": os.pathsep.join(paths), JOB: template}
     is_training = config.hydra.job.name == "train"
     if is_training and config.record.wandb.group is None:
         variables["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP", name)
@@ -78,4 +82,19 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
             errors.append(job_return._return_value)
     if is_training:
         n_done = sum(job_return.status != JobStatus.FAILED for job_return in job_returns)
+        common = set.intersection(*map(set, jobs))
         print(f"sweep {name}: {n_done} of {len(jobs)} done")
+        if len(jobs) == 1:
+            return
+        for job, job_return in zip(jobs, job_returns, strict=True):
+            words = [word for word in job if word not in common]
+            print(f"  {shlex.join(words)}: {_outcome(job_return)}")
+        print(f"compare: windtunnel compare {shlex.quote(config.outputs)}")
+
+
+def _outcome(job_return: JobReturn) -> str:
+    """Return the status of a job, and its score if it has one."""
+    if job_return.status == JobStatus.FAILED:
+        return f"failed, {job_return._return_value}".partition("\n")[0]
+    score = job_return._return_value
+    return "not finite" if score is None else f"{score:.4f} bits per byte on valid"

@@ -32,6 +32,8 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
         if device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count):
             return device
+    if name.startswith("mps"):
+        raise ValueError(f"runtime.device={name}: Apple's GPUs are not supported; allowed are auto, cpu, cuda, cuda:N")
     raise ValueError(
         f"runtime.device={name}: torch {torch.__version__} sees {count} CUDA devices; allowed are auto, cpu"
         + ", cuda, cuda:N" * bool(count)

@@ -23,12 +23,14 @@ from harness.loop.distribute import distribute
 from harness.loop.run import Run, record_errors
 from harness.loop.state import Validated
 from harness.loop.trainer import Trainer
-from harness.plan.build import Plan, is_sweep, plan_run, typed_keys
+from harness.plan.build import Plan, is_sweep, job_number, plan_run, typed_keys
 from harness.record import checkpoint, folder
 from harness.record.closing_table import data_label
+from harness.record.display import Display, job_label
 from harness.record.folder import identity_of, read_provenance
 from harness.record.rows import RECORD, read_accepted_rows
 
+SMALL_CORPUS = 100_000  # bytes of a user's file, below which a line warns
 WARM_UP_BYTES = 16  # largest segment of the warm-up step
 KEYS_THAT_MAY_DIFFER = ("dropout", "embedding_dropout", "embedding_std", "head_zero_init", "default_bytes")
 """Keys of ``model`` in which a run may differ from the run of ``init_from.run``."""
@@ -38,10 +40,25 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
     """Return the run of a configuration, checked and ready to train. ValueError for a user's mistake."""
     with processes.fail_together():
         plan = make_plan(cfg)
+    display = Display(label=_label(plan) if processes.is_main else None)
+    try:
+        return _prepare(plan, display, command=command, processes=processes)
+    except BaseException:
+        display.stop()
+        raise
+
+
+def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGroup) -> Run:
+    display.phase("reading the corpus")
+    with processes.fail_together():
         corpus = corpora.load(**plan.data)
+    if plan.data["path"] and corpus.n_bytes < SMALL_CORPUS:
+        print(f"WARNING: data.path has only {corpus.n_bytes:,} bytes; scores of so few say little", file=sys.stderr)
+    common = {"command": command, "processes": processes, "display": display}
     run_folder = processes.on_main(lambda: _run_folder(plan, data_digest=corpus.sha256))
     if run_folder.summary:
-        return Run(plan, run_folder, None, command=command, processes=processes)
+        return Run(plan, run_folder, None, **common)
+    display.phase("checking the mechanism")
     text = corpus.splits["train"]
     plan = dataclasses.replace(plan, admission=processes.on_main(lambda: admission(plan, text=text)))
     provenance = {"variant": plan.variant, "seed": plan.seed, "command": command}
@@ -51,11 +68,15 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
         record = run_folder.path / RECORD
         rows, _ = processes.on_main(lambda: read_accepted_rows(record, first_line=True))
         row = rows[0] if rows and run_folder.checkpoint else {}
+        if device_runtime.is_asynchronous:
+            display.phase("comparing the kernels with plain PyTorch")
         plan = with_backend(plan, device_runtime, recorded_choice=row.get("backend_choice"))
+        display.phase("compiling the kernels")
         with processes.fail_together():
             _warm_up(plan, corpus, device_runtime)
             free_earlier_jobs()
             peak = PeakMemory(device_runtime.device)
+            display.phase("building the model")
             trainer = Trainer(plan, corpus, device_runtime)
         distribute(trainer.model, trainer.optimizers, processes, shard=plan.runtime.shard)
         pretrained = row.get("pretrained")
@@ -63,7 +84,12 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
             pretrained = initialise(trainer)
         plan = dataclasses.replace(plan, pretrained=pretrained)
         trainer.plan = plan
-        return Run(plan, run_folder, trainer, command=command, processes=processes, peak=peak)
+        return Run(plan, run_folder, trainer, peak=peak, **common)
+
+
+def _label(plan: Plan) -> str | None:
+    """Return the ``label`` of the run's display."""
+    return job_label(job_number()) if plan.sweeping else ""
 
 
 def make_plan(cfg: DictConfig) -> Plan:

@@ -23,7 +23,9 @@ from harness.loop.state import Validated
 from harness.loop.trainer import Trainer
 from harness.plan.build import Plan
 from harness.record import checkpoint
-from harness.record.closing_table import bits, data_label, print_closing_table, scored_splits
+from harness.record.cells import duration
+from harness.record.closing_table import bits, data_label, next_steps, print_closing_table, scored_splits
+from harness.record.display import Display
 from harness.record.folder import RunFolder
 from harness.record.row import Provenance, RunOrigin, Score, Summary
 from harness.record.rows import CONFIG, RECORD, Record, read_rows, to_json, write_summary
@@ -68,17 +70,19 @@ class Run:
         *,
         command: str,
         processes: ProcessGroup,
+        display: Display,
         peak: PeakMemory | None = None,
     ):
         self.plan, self.folder, self.trainer, self.command = plan, folder, trainer, command
         self.stop_signal = StopSignal(single_process=processes.world_size == 1)
         self._processes, self._is_main = processes, processes.is_main
-        self._peak_meter = peak
+        self._display, self._peak_meter = display, peak
         self._saved_at = self._printed_at = time.monotonic()
         self._save_by_clock, self._steps_of_command = False, 0
 
     def return_finished(self) -> float | None:
         """Print the scores of the run that an earlier command has finished, and return its bits per byte on valid."""
+        self._display.stop()
         print(f"finished before: {self.folder.path} (force=true runs it again)")
         if "WANDB_SWEEP_ID" in os.environ and self._is_main:  # a trial of W&B's agent, which needs a score
             with self._wandb_run(self.folder.summary["data"]["name"], id=None) as trial:
@@ -100,13 +104,14 @@ class Run:
         plan, trainer = self.plan, self.trainer
         with ExitStack() as stack:
             stack.callback(self.folder.unlock)
+            stack.callback(self._display.stop)
             origin = summary.run_origin(trainer, self.folder.identity, command=self.command)
             stack.enter_context(record_errors(plan, self.folder, to_json(origin), self._processes))
             is_resumed = self._restore()
             task = f"resuming at {trainer.state.spent.bytes:,} bytes" if is_resumed else "training"
             device = f"{origin.device}, {trainer.backend}, {trainer.runtime.precision}"
             device += ", compiled" if trainer.runtime.compile else ""
-            print(f"{task}: {self.folder.path}  |  {data_label(origin.data)}  |  {device}")
+            self._display.print(f"{task}: {self.folder.path}  |  {data_label(origin.data)}  |  {device}")
             self._processes.on_main(lambda: self._open_files(stack, origin, is_resumed))
             yield
 
@@ -148,31 +153,41 @@ class Run:
 
     def print(self, line: str) -> None:
         """Print a line, in a sweep with the run's name."""
-        print(f"{self.folder.path.name}: {line}" if self.plan.sweeping else line, flush=True)
+        self._display.print(f"{self.folder.path.name}: {line}" if self.plan.sweeping else line)
 
     def append(self, row: object) -> None:
-        """Write a row to the record and to W&B. At most every ``record.progress_seconds`` a train row is printed."""
+        """Write a row to the record and to W&B. A train row is shown behind the bar. Without a bar it
+        is printed, at most every ``record.progress_seconds``."""
         if not self._is_main:
             return
         row = to_json(row)
         self._record.append(row)
         self._wandb.log(row)
-        if row["kind"] == "train" and time.monotonic() - self._printed_at >= self.plan.record.progress_seconds:
+        if row["kind"] != "train":
+            return
+        speed = f"{row['clock']['bytes_per_second']:,.0f} bytes/s"
+        self._display.note(f"{_score_text(row['bits_per_byte'])}, {speed}")
+        waited = time.monotonic() - self._printed_at
+        if not self._display.is_shown and waited >= self.plan.record.progress_seconds:
             self._printed_at = time.monotonic()
-            speed = f"{row['clock']['bytes_per_second']:,.0f} bytes/s"
-            self.print(f"{self.trainer.fraction:6.1%}  {self._score_text(row['bits_per_byte'])}, {speed}")
-
-    def _score_text(self, bits_per_byte: float | None, *, capped: bool = False) -> str:
-        score = "not finite" if bits_per_byte is None else f"{bits_per_byte:.4f}"
-        return f"{score}{'*' * capped} bits/byte after {self.trainer.state.spent.bytes:,} bytes"
+            steps, fraction = self.plan.record.every_steps, self.trainer.fraction
+            spent = self.trainer.state.spent
+            left = duration(spent.seconds * (1 - fraction) / max(fraction, 1e-9))
+            self.print(
+                f"{fraction:4.0%} train  {_score_text(row['bits_per_byte'])} after {spent.bytes:,} "
+                f"bytes (mean of {steps} steps), {speed}, {left} left"
+            )
 
     def step(self) -> None:
         """Make one training step. Processes agree on stop signals, and on checkpoints by the main process's clock."""
+        if self._steps_of_command == 0 and self.plan.runtime.compile:
+            self._display.phase("compiling the model")
         self.trainer.step()
         save_due = time.monotonic() - self._saved_at >= (self.plan.checkpoint.every_seconds or math.inf)
         signals, saves_due = zip(*self._processes.all_gather((self.stop_signal.received_signal, save_due)), strict=True)
         self.stop_signal.shared_signal, self._save_by_clock = max(signals), saves_due[0]
         self._steps_of_command += 1
+        self._display.advance(self.trainer.fraction)
         if self._steps_of_command == WARM_UP_STEPS:
             self._peak_meter.reset()
 
@@ -192,6 +207,7 @@ class Run:
         max_pairs = min(len(split), self.plan.eval.bytes or math.inf) - 1
         trained_bytes = state.spent.bytes - state.validated.bytes
         size = state.validated.size or max(1, min(max_pairs, trained_bytes // TRAINED_BYTES_PER_SCORED_BYTE))
+        self._display.phase("scoring a sample of valid")
         with self._outside_training_peak():
             score, answers = trainer.evaluate_sample(split, pairs=size)
             state.validated = Validated(bytes=state.spent.bytes, fraction=trainer.fraction, size=size)
@@ -205,7 +221,10 @@ class Run:
                     **answers,
                 )
             )
-            self.print(f" valid  {self._score_text(score.bits_per_byte, capped=True)}")
+            self.print(
+                f"     sample {_score_text(score.bits_per_byte)} after {state.spent.bytes:,} bytes "
+                f"({len(score.nats):,} bytes of valid)"
+            )
             # The first weights are saved even with a score of NaN, because the final scores need weights.
             if score.bits_per_byte < state.best_bits or state.best_bits == math.inf:
                 state.best_bits = score.bits_per_byte if score.bits_per_byte < math.inf else math.inf
@@ -263,10 +282,15 @@ class Run:
         self.validate()
         best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
         trainer.load_checkpoint(best, restore="weights")  # before the costs, because FLOPs depend on the weights
+        self._display.phase("counting FLOPs")
         costs = summary.costs(trainer, peak=self._over_processes(trainer.state.peak))
-        finals = [summary.final_score(trainer, split) for split in trainer.splits]
+        finals = []
+        for split in trainer.splits:
+            self._display.phase(f"scoring {split}, checking causality")
+            finals.append(summary.final_score(trainer, split))
         for final in finals:
             self.append(final)
+        self._display.phase("scoring compressors")
         leaking = [final for final in finals if final.check == NOT_CAUSAL]
         for final in leaking:
             reason = not_causal(vars(final))
@@ -307,4 +331,8 @@ class Run:
             print(f"finished: {self.folder.path}  {scores} bits per byte")
         elif self._is_main:
             print_closing_table(row)
-            print("\n".join(filter(None, [f"run folder: {self.folder.path}", self._wandb.hint])))
+            print(next_steps(self.folder.path, upload=self._wandb.hint))
+
+
+def _score_text(bits_per_byte: float | None) -> str:
+    return f"{'not finite' if bits_per_byte is None else f'{bits_per_byte:.4f}'} bits/byte"

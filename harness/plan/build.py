@@ -247,6 +247,13 @@ def is_sweep() -> bool:
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
+def job_number() -> int:
+    """The number of this job of a sweep, counted from 0."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return HydraConfig.get().job.num
+
+
 def typed_keys() -> set[str]:
     """The keys that the command line of Hydra sets."""
     from hydra.core.hydra_config import HydraConfig

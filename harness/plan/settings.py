@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Interval
 from pydantic import BeforeValidator, ConfigDict, PydanticUserError, Strict, TypeAdapter, ValidationError
 
+from harness.failures import did_you_mean
 from harness.optim.budget import Fraction, Schedule
 
 PART_DESCRIPTION = "a part with _target_ and _partial_: true"
@@ -184,7 +185,9 @@ def check_keys(node: object, names: Iterable[str], *, key: str, required: Iterab
     prefix = f"{key}." if key else ""
     for name, setting in node.items():
         if name not in names:
-            raise ValueError(f"{prefix}{name}={setting}: no such key; allowed are {', '.join(names) or 'none'}")
+            nearest = did_you_mean(str(name), names, prefix=prefix)
+            allowed = ", ".join(names) or "none"
+            raise ValueError(f"{prefix}{name}={setting}: no such key{nearest}; allowed are {allowed}")
     for name in names if required is None else required:
         if name not in node:
             raise ValueError(f"{prefix}{name}: is required, but missing")

@@ -64,6 +64,15 @@ def make_table(rows: Sequence, columns: Sequence[Column], **attributes) -> Table
     return Table(columns=shown, rows=[*zip(*(cells[column] for column in shown), strict=True)], **attributes)
 
 
+def duration(seconds: float) -> str:
+    """Return a time to its two largest units: ``45 s``, ``3 min 20 s``, ``2 h 10 min``."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
 def join_words(words: Iterable[str], *, limit: int = 8) -> str:
     """Return ``a, b and c``, or for more than ``limit`` words the first of them and ``9 more``."""
     words = list(words)

@@ -1,7 +1,9 @@
 """Closing table of a run: its scores and those of general compressors, and its costs. A score of the first bytes of a
 split is marked by ``*``. Estimated numbers, such as training FLOPs that a sublayer does not declare, follow "about"."""
 
+import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 from harness.record import cells
 
@@ -31,6 +33,20 @@ def print_closing_table(summary: dict) -> None:
         print(f"{label:<17}{text}")
     for split, n_bytes in summary["capped"].items():
         print(f"{cells.CAPPED_MARK} first {n_bytes:,} bytes of {split} only")
+
+
+def next_steps(folder: Path, *, upload: str) -> str:
+    """Return the lines that say what can be done with a finished run; ``upload`` is W&B's command
+    or URL, or empty."""
+    path = shlex.quote(str(folder))
+    steps = {
+        "run folder": path,
+        "compare": f"windtunnel compare {shlex.quote(str(folder.parent))}",
+        "look inside": f"windtunnel inspect run={path}",
+        "generate": f"windtunnel generate {path} 'The '",
+        "upload" if upload.startswith("wandb sync") else "in W&B": upload.removeprefix("wandb: "),
+    }
+    return "\n".join(f"{label + ':':<17}{step}" for label, step in steps.items() if step)
 
 
 def _score_rows(summary: dict, splits: list[str]) -> list[tuple[str, list[float | None]]]:

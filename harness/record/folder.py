@@ -164,6 +164,20 @@ def finished_summary(path: Path) -> dict | None:
     return next((row for row in rows if row["status"] == "finished"), None)
 
 
+def why_unfinished(path: Path) -> str:
+    """Return the status of a folder's run, if it has failed, and the name of the run beside it that
+    finished last, as the end of a message."""
+    text = ""
+    rows, _ = read_accepted_rows(path / SUMMARY, check=lambda row, _: violation(row, schema="failed"))
+    for row in rows:
+        text += f"; this run has {row['status']} ({row.get('error') or 'no reason is recorded'})"
+    summaries = path.resolve().parent.glob(f"*/{SUMMARY}")
+    for summary in sorted(summaries, key=lambda summary: summary.stat().st_mtime, reverse=True):
+        if finished_summary(summary.parent):
+            return f"{text}; the last run that finished is {summary.parent.name}"
+    return text
+
+
 def read_provenance(folder: Path, *, key: str) -> dict:
     """Return the first row of a run folder's record. The folder is not trusted: size and types are checked. ValueError,
     beginning with ``key`` and the folder, for anything but a provenance row."""

@@ -48,7 +48,10 @@ class WandbRun(AbstractContextManager):
         given_id = None if sweeping else os.environ.get("WANDB_RUN_ID")
         self.id, self.hint, self._run = given_id or id or secrets.token_hex(4), "", None
         self._step = 0
-        mode = os.environ.get("WANDB_MODE") or mode
+        variable = os.environ.get("WANDB_MODE") or mode
+        if mode == "disabled" and variable != mode:
+            print(f"wandb: WANDB_MODE={variable} overrides record.wandb.mode={mode}", file=sys.stderr)
+        mode = variable
         if mode != "disabled":
             tags = list(dict.fromkeys(str(tag)[:64] for tag in tags if tag)) or None  # the lengths that W&B accepts
             with self._contain_errors():

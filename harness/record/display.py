@@ -1,0 +1,81 @@
+"""Display: what a person sees while a command works. On a terminal it is a line with a bar, the
+name of the present phase and the time left. Elsewhere it shows nothing."""
+
+import os
+import sys
+
+JOB = "WINDTUNNEL_JOB"
+"""Environment variable of a sweep's jobs: ``job {} of 4: ``, or empty if several jobs run at once."""
+REFRESHES_PER_SECOND = 2
+
+
+class Display:
+    """A line at the bottom of a terminal, above which other lines are printed. ``label`` comes
+    before the name of a phase. If it is None, or stdout is no terminal, nothing is shown."""
+
+    def __init__(self, *, label: str | None = ""):
+        self._label = label
+        self._bar = None
+        if label is not None and sys.stdout.isatty():
+            self._bar = _make_bar()
+            self._task = self._bar.add_task(label, total=None, note="")
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether somebody sees the bar."""
+        return self._bar is not None
+
+    def phase(self, name: str) -> None:
+        """Name what the command does now. A new name is shown at once."""
+        if not self._bar:
+            return
+        description = f"{self._label}{name}"
+        is_new = description != self._bar.tasks[0].description
+        self._bar.update(self._task, description=description, refresh=is_new)
+        self._bar.start()
+
+    def advance(self, fraction: float, *, phase: str = "training") -> None:
+        """Show the ``fraction`` of the work that is done, from 0 to 1."""
+        if not self._bar:
+            return
+        if self._bar.tasks[0].total is None:  # the time left is estimated from here on
+            self._bar.reset(self._task, total=1.0, completed=fraction)
+        self._bar.update(self._task, completed=fraction)
+        self.phase(phase)
+
+    def note(self, text: str) -> None:
+        """Show a text behind the bar, such as the last score."""
+        if self._bar:
+            self._bar.update(self._task, note=text)
+
+    def print(self, line: str) -> None:
+        """Print a line, above the bar if it is shown."""
+        if self._bar and self._bar.live.is_started:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+    def stop(self) -> None:
+        """Remove the bar, so that others can print."""
+        if self._bar:
+            self._bar.stop()
+
+
+def job_label(number: int) -> str | None:
+    """Return the ``label`` of a sweep's job, counted from 0; None if several jobs run at once."""
+    template = os.environ.get(JOB, "")
+    return template.format(number + 1) if template else None
+
+
+def _make_bar():
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+        refresh_per_second=REFRESHES_PER_SECOND,
+        transient=True,
+    )
