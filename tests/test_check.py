@@ -242,7 +242,7 @@ def test_a_variant_is_checked_at_the_small_sizes_of_its_file_unless_the_command_
 @pytest.mark.parametrize(
     "small, line",
     [
-        ("{toy:{blok:4}}", r"variant\.small: variant\.toy\.blok=4: no such key; allowed are block$"),
+        ("{toy:{blok:4}}", r"variant\.small: variant\.toy\.blok=4: no such key .*; allowed are block$"),
         ("{other:{block:4}}", r"variant\.small\.other=.*: no such key; allowed are .*toy, model"),
         ("[4]", r"variant\.small=\[4\]: must be a mapping or null"),
     ],

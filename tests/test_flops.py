@@ -201,9 +201,9 @@ def feed_forward(context: LayerContext) -> FeedForward:
     return FeedForward(context, hidden=HIDDEN, activation="relu", bias=True, zero_init=False)
 
 
-def memory_table(context: LayerContext) -> ProductKeyMemory:
+def memory_table(context: LayerContext, *, sparse: bool = False) -> ProductKeyMemory:
     sizes = {"half_keys": 8, "top_k": 4, "heads": 2, "d_query": 6}
-    choices = {"query_norm": "layer", "activation": "softmax", "share": "layer", "sparse": False}
+    choices = {"query_norm": "layer", "activation": "softmax", "share": "layer", "sparse": sparse}
     return ProductKeyMemory(context, **sizes, **choices)
 
 
