@@ -4,7 +4,8 @@
     python train.py -m variant=mhsa,adaptive_span,all_attention,product_key_memory seed=0,1,2
     torchrun --nproc-per-node=8 train.py variant=adaptive_span
 
-A run has four parts: compose (Hydra), plan (``harness/plan``), loop (this file) and record (``harness/record``).
+A run has four parts: compose (Hydra), plan (``harness/plan``), loop (this file) and record
+(``harness/record``).
 """
 
 import hydra
@@ -15,9 +16,12 @@ from harness.compose.cli import command_of_run, run_command
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> float | None:
-    """Start or resume a run, or report a finished one. Returns bits per byte on valid, the objective of sweeps."""
+    """Start or resume a run, or report a finished one. Returns bits per byte on valid, the
+    objective of sweeps."""
     from harness.device.processes import join_processes
-    from harness.loop.prepare import prepare  # imports torch, which --help and completion do not need
+
+    # imports torch, which --help and completion do not need
+    from harness.loop.prepare import prepare
 
     with join_processes() as processes:
         run = prepare(cfg, command=command_of_run(), processes=processes)

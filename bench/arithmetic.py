@@ -1,8 +1,9 @@
 """Arithmetic coding in integers, from symbols to bytes and back.
 
-Each symbol narrows an interval to a part in proportion to the symbol's frequency. The frequencies of all symbols sum to
-2^24, so a symbol of frequency f costs 24 - log2(f) bits. The interval's width, before a symbol narrows it, is at least
-2^48, so that rounding costs less than 2^-23 bits a symbol."""
+Each symbol narrows an interval to a part in proportion to the symbol's frequency. The frequencies
+of all symbols sum to 2^24, so a symbol of frequency f costs 24 - log2(f) bits. The interval's
+width, before a symbol narrows it, is at least 2^48, so that rounding costs less than 2^-23 bits
+a symbol."""
 
 from collections.abc import Sequence
 
@@ -12,21 +13,24 @@ from torch import Tensor
 
 BITS = 24
 TOTAL = 1 << BITS  # the sum of all symbols' frequencies
-ESCAPE = 1 << 12  # frequency of the escape symbol, which precedes a byte that the vocabulary lacks: 12 bits
+# frequency of the escape symbol, which precedes a byte that the vocabulary lacks: 12 bits
+ESCAPE = 1 << 12
 _WORD = 64  # bits of the interval's start
-_MIN_WIDTH = 1 << 48  # a narrower interval is widened by 8 bits, and its start's highest byte is written
+# a narrower interval is widened by 8 bits, and its start's highest byte is written
+_MIN_WIDTH = 1 << 48
 
 
 class Encoder:
     """Encodes symbols as bytes."""
 
     def __init__(self):
-        self._low, self._width = 0, 1 << _WORD  # start and width of the interval, without the bytes in _settled
+        # start and width of the interval, without the bytes in _settled
+        self._low, self._width = 0, 1 << _WORD
         self._settled = bytearray()  # bytes that only a carry can still change
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
-        """Write a symbol, and return it. ``ends`` are the cumulative frequencies, int64: entry i is the sum for symbols
-        0 to i, and the last entry is ``TOTAL``."""
+        """Write a symbol, and return it. ``ends`` are the cumulative frequencies, int64: entry i is
+        the sum for symbols 0 to i, and the last entry is ``TOTAL``."""
         start = int(ends[symbol - 1]) if symbol else 0
         unit = self._width >> BITS
         self._low += unit * start
@@ -39,7 +43,8 @@ class Encoder:
         return symbol
 
     def finish(self) -> bytes:
-        """The shortest code that, followed by the zeros that the decoder reads beyond its end, lies in the interval."""
+        """The shortest code that, followed by the zeros that the decoder reads beyond its end,
+        lies in the interval."""
         for size in range(_WORD // 8 + 1):
             unit = 1 << (_WORD - 8 * size)
             rounded = -(-self._low // unit) * unit
@@ -70,9 +75,11 @@ class Decoder:
             self._read()
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
-        """Read a symbol, and return it. The argument ``symbol`` is ignored, so that one loop can use either coder."""
+        """Read a symbol, and return it. The argument ``symbol`` is ignored, so that one loop can
+        use either coder."""
         unit = self._width >> BITS
-        target = min(self._offset // unit, TOTAL - 1)  # the quotient is larger only for bytes that no encoder wrote
+        # the quotient is larger only for bytes that no encoder wrote
+        target = min(self._offset // unit, TOTAL - 1)
         symbol = int(np.searchsorted(ends, target, side="right"))
         start = int(ends[symbol - 1]) if symbol else 0
         self._offset -= unit * start
@@ -87,8 +94,9 @@ class Decoder:
 
 
 def frequencies(probabilities: Tensor, *, escape: int) -> Tensor:
-    """Integer frequencies, int64 ``[S, V + 1]``, of ``probabilities``, float64 ``[S, V]``. Each is at least 1, except
-    the last column, ``escape``, which may be 0. A row sums to ``TOTAL``: its largest frequency gets the remainder."""
+    """Integer frequencies, int64 ``[S, V + 1]``, of ``probabilities``, float64 ``[S, V]``. Each is
+    at least 1, except the last column, ``escape``, which may be 0. A row sums to ``TOTAL``: its
+    largest frequency gets the remainder."""
     available = TOTAL - escape - probabilities.shape[1]
     counts = 1 + (probabilities * available).long()
     remainder = TOTAL - escape - counts.sum(dim=1, keepdim=True)

@@ -1,23 +1,27 @@
-"""Checks a variant against the contract, and prints pass and fail lines: ``python -m bench.check variant=mine``.
+"""Checks a variant against the contract, and prints pass and fail lines: ``python -m bench.check
+variant=mine``.
 
-A promise is one property that the contract demands, such as causality. Promises are checked on a small model of the
-variant, with the sizes of ``small`` in its YAML, in every combination of three choices: the position schemes on Hydra's
-search path, ``model.cache`` and ``model.attend_self``. Each combination is checked with the fast backend, if there is
-one, which must also agree with the plain backend. Every second combination is checked with the plain backend as well;
-if no choice is typed, these combinations cover every pair of choices. Then causality, reach and segment cuts are
+A promise is one property that the contract demands, such as causality. Promises are checked on a
+small model of the variant, with the sizes of ``small`` in its YAML, in every combination of three
+choices: the position schemes on Hydra's search path, ``model.cache`` and ``model.attend_self``.
+Each combination is checked with the fast backend, if there is one, which must also agree with the
+plain backend. Every second combination is checked with the plain backend as well; if no choice is
+typed, these combinations cover every pair of choices. Then causality, reach and segment cuts are
 checked at the sizes that ``train.py`` would use with the same overrides.
 
-A choice that is typed does not vary: ``position=relative`` (or any key of ``position``), ``model.cache=hidden``,
-``model.attend_self=false``, ``runtime.backend=plain``, or ``recipe=..``, which fixes position, cache and attend_self.
+A choice that is typed does not vary: ``position=relative`` (or any key of ``position``),
+``model.cache=hidden``, ``model.attend_self=false``, ``runtime.backend=plain``, or ``recipe=..``,
+which fixes position, cache and attend_self.
 
-Each combination prints a line, followed by a line for each broken promise. If a promise is broken, the exit code is 1.
-If the configuration or the model cannot be built, the mechanism refuses the combination, and its line gives the reason.
-If it refuses all combinations, the exit code is 2.
+Each combination prints a line, followed by a line for each broken promise. If a promise is broken,
+the exit code is 1. If the configuration or the model cannot be built, the mechanism refuses the
+combination, and its line gives the reason. If it refuses all combinations, the exit code is 2.
 
-With a ``runtime.device`` that names a GPU, or ``agree=true``, one more line compares the device with plain PyTorch in
-float64 on a CPU: logits and gradients of a model with few layers, by the backend that ``train.py`` would select. If a
-GPU is named, the contract is checked in plain PyTorch on the CPU, because the CPU's kernels are not the GPU's. ``-m``
-checks several settings: ``-m runtime.backend=plain,kernel``."""
+With a ``runtime.device`` that names a GPU, or ``agree=true``, one more line compares the device
+with plain PyTorch in float64 on a CPU: logits and gradients of a model with few layers, by the
+backend that ``train.py`` would select. If a GPU is named, the contract is checked in plain PyTorch
+on the CPU, because the CPU's kernels are not the GPU's. ``-m`` checks several settings: ``-m
+runtime.backend=plain,kernel``."""
 
 import copy
 import functools
@@ -35,13 +39,18 @@ from omegaconf import DictConfig
 from harness.compose.cli import MISTAKES, explain, run_command, task_words, with_config
 
 COMMAND_KEYS = ("agree",)
-LIMITATION = "Only a reference, as in tests/reference, shows whether a mechanism computes what its paper says."
+LIMITATION = (
+    "Only a reference, as in tests/reference, shows whether a mechanism computes what "
+    "its paper says."
+)
 BROKEN: list[str] = []
-"""Names of variants that broke a promise, or that a device computes wrongly, in any job of a sweep."""
+"""Names of variants that broke a promise, or that a device computes wrongly, in any job of a
+sweep."""
 
 
 class Combination(NamedTuple):
-    """The choices, as one would type them. ``backend`` is empty if the mechanism refuses the combination."""
+    """The choices, as one would type them. ``backend`` is empty if the mechanism refuses the
+    combination."""
 
     position: str
     cache: str
@@ -49,7 +58,11 @@ class Combination(NamedTuple):
     backend: str = ""
 
     def __str__(self) -> str:
-        return ", ".join(filter(None, [self.position, self.cache, f"attend_self={self.attend_self}", self.backend]))
+        return ", ".join(
+            filter(
+                None, [self.position, self.cache, f"attend_self={self.attend_self}", self.backend]
+            )
+        )
 
 
 @with_config("check")
@@ -65,8 +78,10 @@ def main(cfg: DictConfig) -> None:
     if compare_device is None:
         compare_device = named_kind(cfg.runtime.device) != "cpu"
     if compare_device:
-        device_kind(parse_section(RuntimeSettings, cfg.runtime, key="runtime"))  # raises if there is no such device
-    broken_by_combination: dict[Combination, set[str]] = {}  # an empty set where the contract is kept
+        # raises if there is no such device
+        device_kind(parse_section(RuntimeSettings, cfg.runtime, key="runtime"))
+    # an empty set where the contract is kept
+    broken_by_combination: dict[Combination, set[str]] = {}
     refused: list[str] = []
     for combination, plan in combinations(cfg, typed=typed):
         if isinstance(plan, Exception):
@@ -76,13 +91,18 @@ def main(cfg: DictConfig) -> None:
             broken_by_combination[combination] = _print_findings(str(combination), findings(plan))
     if not broken_by_combination:  # all combinations are refused
         raise error
-    broken_at_sizes = _print_findings("sizes of the run", findings_at_run_sizes(next(iter(broken_by_combination))))
+    broken_at_sizes = _print_findings(
+        "sizes of the run", findings_at_run_sizes(next(iter(broken_by_combination)))
+    )
     print(*refused, sep="", end="")
     outcome = "keeps the contract in"
     if broken_promises := broken_at_sizes.union(*broken_by_combination.values()):
         BROKEN.append(name)
         n_passed = list(broken_by_combination.values()).count(set())
-        outcome = f"{pluralize(len(broken_promises), 'promise')} broken; it keeps the contract in {n_passed} of"
+        outcome = (
+            f"{pluralize(len(broken_promises), 'promise')} broken; it keeps the contract in "
+            f"{n_passed} of"
+        )
     ending = f", {len(refused)} refused" if refused else ""
     print(f"{name}: {outcome} {pluralize(len(broken_by_combination), 'combination')}{ending}")
     if compare_device and not device_agrees():
@@ -93,14 +113,19 @@ def main(cfg: DictConfig) -> None:
 def _print_findings(title: str, findings: list) -> set[str]:
     """Print a line, and below it each broken promise; return the names of the broken promises."""
     failures = [finding for finding in findings if not finding.passed]
-    count = f"{len(failures)} of {len(findings)} promises broken" if failures else f"{len(findings)} promises"
+    count = (
+        f"{len(failures)} of {len(findings)} promises broken"
+        if failures
+        else f"{len(findings)} promises"
+    )
     print(f"{'FAIL' if failures else 'pass'}  {title}: {count}")
     print(*(f"  {finding}\n" for finding in failures), sep="", end="", flush=True)
     return {finding.promise for finding in failures}
 
 
 def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combination, object]]:
-    """Each combination with its plan, or with the error of a refusal. Choices whose keys are ``typed`` do not vary."""
+    """Each combination with its plan, or with the error of a refusal. Choices whose keys are
+    ``typed`` do not vary."""
     from bench.planning import pop_keys, recompose
     from harness.check.conformance import fast_backend, named_kind, plain_plan
     from harness.check.small import apply_small, contract_plan
@@ -136,15 +161,17 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
 
 
 def findings_at_run_sizes(combination: Combination) -> list:
-    """Findings at the sizes that ``train.py`` would use with the typed overrides. If the mechanism refuses these
-    overrides, the choices of ``combination`` are added to them."""
+    """Findings at the sizes that ``train.py`` would use with the typed overrides. If the mechanism
+    refuses these overrides, the choices of ``combination`` are added to them."""
     from harness.check.admission import findings_at_sizes
 
     position, cache, attend_self, _ = combination
     try:
         plan = _training_plan()
     except MISTAKES:
-        plan = _training_plan(f"position={position}", f"model.cache={cache}", f"model.attend_self={attend_self}")
+        plan = _training_plan(
+            f"position={position}", f"model.cache={cache}", f"model.attend_self={attend_self}"
+        )
     return list(findings_at_sizes(plan))
 
 
@@ -157,9 +184,10 @@ def _training_plan(*words: str):
 
 
 def device_agrees() -> bool:
-    """Print and return whether the device, in float32, agrees with plain PyTorch in float64 on a CPU. In bfloat16 some
-    activations change sign and some scores their order, so numbers only have to be finite; but ``with_backend``
-    compares a GPU's attention backend, uncompiled, in the run's precision."""
+    """Print and return whether the device, in float32, agrees with plain PyTorch in float64 on a
+    CPU. In bfloat16 some activations change sign and some scores their order, so numbers only have
+    to be finite; but ``with_backend`` compares a GPU's attention backend, uncompiled, in the
+    run's precision."""
     import torch
 
     from harness.check.select_backend import SEGMENTS, TOLERANCE, agreement, with_backend
@@ -176,8 +204,13 @@ def device_agrees() -> bool:
         print(f"FAIL  agrees with float64: {error}", flush=True)
         return False
     with torch.random.fork_rng(devices=[]):
-        backends = {s.backend(device_runtime.device, training=True) for _, s in small.make_model().sublayers()}
-    passed, detail = agreement(small, replace(device_runtime, precision="float32"), tolerance=TOLERANCE)
+        backends = {
+            s.backend(device_runtime.device, training=True)
+            for _, s in small.make_model().sublayers()
+        }
+    passed, detail = agreement(
+        small, replace(device_runtime, precision="float32"), tolerance=TOLERANCE
+    )
     if passed and device_runtime.precision != "float32":
         passed, finite = agreement(small, device_runtime, tolerance=math.inf)
         detail += f", {device_runtime.precision} is {'finite' if passed else finite}"

@@ -1,9 +1,11 @@
-"""Compresses a file with a run's probabilities: ``python -m bench.compress run=outputs/latest file=F out=F.awt``.
+"""Compresses a file with a run's probabilities: ``python -m bench.compress run=outputs/latest
+file=F out=F.awt``.
 
-``bench.decompress`` decodes the file. Encoder and decoder make the same forward passes in the same order, one byte of
-each stream at a time, so that on one machine their probabilities are equal bit for bit. The header names the conditions
-that could change a bit of them; under other conditions ``bench.decompress`` refuses the file. Format: AWT1, the
-header's length in 2 bytes, the header (JSON, deflated), the code."""
+``bench.decompress`` decodes the file. Encoder and decoder make the same forward passes in the same
+order, one byte of each stream at a time, so that on one machine their probabilities are equal bit
+for bit. The header names the conditions that could change a bit of them; under other conditions
+``bench.decompress`` refuses the file. Format: AWT1, the header's length in 2 bytes, the header
+(JSON, deflated), the code."""
 
 import json
 import math
@@ -26,11 +28,14 @@ from harness.record import checkpoint
 from harness.record.cells import pluralize
 from harness.trained import TrainedRun, open_trained
 
-STREAM_BYTES = 4096  # default length of a stream: longer than most models' context, and short enough for many streams
+# default length of a stream: longer than most models' context, and short enough for many streams
+STREAM_BYTES = 4096
 SAME_AS_ENCODER = (
-    "decode with the run, code, torch, machine, threads, environment, precision and backend of the encoder"
+    "decode with the run, code, torch, machine, threads, environment, precision and "
+    "backend of the encoder"
 )
-UNIFORM = np.arange(1, 257) << (BITS - 8)  # cumulative frequencies of 256 equally frequent bytes: 8 bits for each
+# cumulative frequencies of 256 equally frequent bytes: 8 bits for each
+UNIFORM = np.arange(1, 257) << (BITS - 8)
 SPLIT = Literal["train", "valid", "test"]
 MAGIC, FILE_KEYS = b"AWT1", ("bytes", "sha256", "streams", "checksum")
 CONDITIONS = (
@@ -48,22 +53,29 @@ CONDITIONS = (
 )
 """Keys of the header whose values must be equal in the encoder and the decoder."""
 DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of the format
-    b'{"bytes":,"sha256":"","streams":,"weights":"","source":"","device":"Intel(R) Xeon(R) Processor (family 6 model '
-    b'143 stepping 8)","device_kind":"cpu","instruction_set":"AVX512","threads":2,"precision":"float32",'
+    b'{"bytes":,"sha256":"","streams":,"weights":"","source":"","device":"Intel(R) Xeon(R) '
+    b"Processor (family 6 model "
+    b"143 stepping "
+    b'8)","device_kind":"cpu","instruction_set":"AVX512","threads":2,"precision":"float32",'
     b'"backend":"kernel+plain","tf32":false,"torch":"2.13.0+cpu","environment":{"GOMP_SPINCOUNT":"10000"},"checksum":'
 )
 
 
 @torch.no_grad()
-def code_streams(coder: Encoder | Decoder, content: bytes, *, streams, model, symbols, runtime) -> tuple[bytes, dict]:
-    """Encode ``content``, or decode ``len(content)`` bytes, one byte of each stream at a time. ``symbols`` has the byte
-    of each token id. Return the content and counts: ``predicted`` bytes, which are all but each stream's first;
-    ``bits``, their total cost; and ``escaped`` bytes, which the vocabulary lacks and which cost 20 bits each."""
+def code_streams(
+    coder: Encoder | Decoder, content: bytes, *, streams, model, symbols, runtime
+) -> tuple[bytes, dict]:
+    """Encode ``content``, or decode ``len(content)`` bytes, one byte of each stream at a time.
+    ``symbols`` has the byte of each token id. Return the content and counts: ``predicted`` bytes,
+    which are all but each stream's first; ``bits``, their total cost; and ``escaped`` bytes,
+    which the vocabulary lacks and which cost 20 bits each."""
     lengths = stream_lengths(len(content), streams)
-    columns = np.zeros((max(lengths, default=0), len(lengths)), np.uint8)  # shorter streams end in an unused zero
+    # shorter streams end in an unused zero
+    columns = np.zeros((max(lengths, default=0), len(lengths)), np.uint8)
     for stream, (end, length) in enumerate(zip(np.cumsum(lengths), lengths, strict=True)):
         columns[:length, stream] = np.frombuffer(content[end - length : end], np.uint8)
-    unknown = model.eval().embedding.num_embeddings  # the id of the escape symbol, for bytes that the vocabulary lacks
+    # the id of the escape symbol, for bytes that the vocabulary lacks
+    unknown = model.eval().embedding.num_embeddings
     id_of_byte = np.full(256, unknown)
     id_of_byte[np.frombuffer(symbols, np.uint8)] = np.arange(len(symbols))
     byte_of_id, escape = symbols.ljust(unknown, b"\0"), ESCAPE if len(symbols) < 256 else 0
@@ -74,12 +86,16 @@ def code_streams(coder: Encoder | Decoder, content: bytes, *, streams, model, sy
             column[:] = [coder.code(UNIFORM, byte) for byte in column.tolist()]
         else:
             inputs = id_of_byte[columns[position - 1]]
-            inputs[inputs == unknown] = 0  # the model has no input for the escape symbol and reads id 0
+            # the model has no input for the escape symbol and reads id 0
+            inputs[inputs == unknown] = 0
             with runtime.autocast():
                 out = model(torch.from_numpy(inputs)[:, None].to(runtime.device), state)
             state, log_probabilities = out.state, out.logits[:, 0].cpu().double().log_softmax(dim=1)
             if not log_probabilities.isfinite().all():
-                raise ValueError("run: its weights give logits that are not finite, so there are no probabilities")
+                raise ValueError(
+                    "run: its weights give logits that are not finite, so there are no "
+                    "probabilities"
+                )
             ends = frequencies(log_probabilities.exp(), escape=escape).cumsum(dim=1).numpy()
             for stream in np.flatnonzero(active).tolist():
                 byte = int(column[stream])
@@ -88,29 +104,43 @@ def code_streams(coder: Encoder | Decoder, content: bytes, *, streams, model, sy
             tokens = id_of_byte[column]
             in_vocabulary = active & (tokens < unknown)
             escaped += (n_escaped := int((active & ~in_vocabulary).sum()))
-            log_likelihood = float(log_probabilities.numpy()[in_vocabulary, tokens[in_vocabulary]].sum())
+            log_likelihood = float(
+                log_probabilities.numpy()[in_vocabulary, tokens[in_vocabulary]].sum()
+            )
             bits += 20 * n_escaped - log_likelihood / np.log(2)
     counts = {"predicted": len(content) - len(lengths), "bits": bits, "escaped": escaped}
-    return b"".join(columns[:length, stream].tobytes() for stream, length in enumerate(lengths)), counts
+    return b"".join(
+        columns[:length, stream].tobytes() for stream, length in enumerate(lengths)
+    ), counts
 
 
 def stream_lengths(n_bytes: int, streams: int) -> list[int]:
     """The length of each stream in bytes. Lengths differ by at most one, and none is 0."""
-    return [end - first for first, end in score_ranges(n_bytes, min(streams, n_bytes))] if n_bytes else []
+    return (
+        [end - first for first, end in score_ranges(n_bytes, min(streams, n_bytes))]
+        if n_bytes
+        else []
+    )
 
 
 def pack(header: dict, code: bytes) -> bytes:
-    """The bytes of a coded file. ``header`` has the keys ``CONDITIONS`` and ``FILE_KEYS``, except ``checksum``."""
+    """The bytes of a coded file. ``header`` has the keys ``CONDITIONS`` and ``FILE_KEYS``,
+    except ``checksum``."""
     text = json.dumps(header | {"checksum": zlib.crc32(code)}, separators=(",", ":"))
-    deflater = zlib.compressobj(9, zdict=DICTIONARY)  # saves some 200 bytes, which matter in a short file
+    # saves some 200 bytes, which matter in a short file
+    deflater = zlib.compressobj(9, zdict=DICTIONARY)
     packed = deflater.compress(text.encode()) + deflater.flush()
     return MAGIC + len(packed).to_bytes(2, "big") + packed + code
 
 
 def unpack(content: bytes, *, key: str) -> tuple[dict, bytes]:
-    """Header and code of a coded file's bytes; ValueError naming ``key`` for another format or a damaged file."""
+    """Header and code of a coded file's bytes; ValueError naming ``key`` for another format or a
+    damaged file."""
     if not content.startswith(MAGIC):
-        raise ValueError(f"{key}: is not of the format {MAGIC.decode()}; allowed are files that bench.compress wrote")
+        raise ValueError(
+            f"{key}: is not of the format {MAGIC.decode()}; allowed are files that bench.compress "
+            "wrote"
+        )
     end = 6 + int.from_bytes(content[4:6], "big")
     inflater = zlib.decompressobj(zdict=DICTIONARY)
     try:
@@ -120,28 +150,46 @@ def unpack(content: bytes, *, key: str) -> tuple[dict, bytes]:
     except (zlib.error, ValueError, TypeError):
         intact = False
     if not intact:
-        raise ValueError(f"{key}: is damaged or cut off; allowed are whole files that bench.compress wrote")
+        raise ValueError(
+            f"{key}: is damaged or cut off; allowed are whole files that bench.compress wrote"
+        )
     return header, content[end:]
 
 
 def open_run(cfg: DictConfig) -> tuple[TrainedRun, dict, dict]:
-    """The run in the folder ``cfg.run``, keyword arguments for ``code_streams``, and the values of ``CONDITIONS``."""
+    """The run in the folder ``cfg.run``, keyword arguments for ``code_streams``, and the values
+    of ``CONDITIONS``."""
     run = open_trained(cfg.run, key="run", runtime=cfg.runtime, trust=cfg.trust)
     plan, symbols = run.plan, run.symbols()
     if not plan.runtime.deterministic:
-        raise ValueError("runtime.deterministic=false: allowed is true, because decoding needs the same probabilities")
+        raise ValueError(
+            "runtime.deterministic=false: allowed is true, because decoding needs the same "
+            "probabilities"
+        )
     model, device_runtime = run.on_device()
-    backends = {part.backend(device_runtime.device, training=False) for _, part in model.sublayers()}
-    network = json.dumps([plan.config[key] for key in ("variant", "model", "position")] + [list(symbols)], default=str)
+    backends = {
+        part.backend(device_runtime.device, training=False) for _, part in model.sublayers()
+    }
+    network = json.dumps(
+        [plan.config[key] for key in ("variant", "model", "position")] + [list(symbols)],
+        default=str,
+    )
     weights = (run.folder / checkpoint.FOLDER / checkpoint.BEST).read_bytes() + network.encode()
-    facts = device_runtime.describe() | {"weights": digest(weights)[:16], "backend": "+".join(sorted(backends))}
-    facts |= {"source": source.digest(plan.config, trust=plan.trust)[:16], "torch": facts["versions"]["torch"]}
+    facts = device_runtime.describe() | {
+        "weights": digest(weights)[:16],
+        "backend": "+".join(sorted(backends)),
+    }
+    facts |= {
+        "source": source.digest(plan.config, trust=plan.trust)[:16],
+        "torch": facts["versions"]["torch"],
+    }
     conditions = {name: facts.get(name) for name in CONDITIONS}
     return run, {"model": model, "symbols": symbols, "runtime": device_runtime}, conditions
 
 
 def read_input(file: str | None, *, out: str) -> bytes:
-    """The bytes of ``file``, or no bytes for None. ValueError if it cannot be read, or if ``out`` cannot be written."""
+    """The bytes of ``file``, or no bytes for None. ValueError if it cannot be read, or if
+    ``out`` cannot be written."""
     path = Path(out)
     try:
         content = b"" if file is None else Path(file).read_bytes()
@@ -158,48 +206,79 @@ def read_input(file: str | None, *, out: str) -> bytes:
 
 @with_config("compress")
 def main(cfg: DictConfig) -> None:
-    file, split = parse_setting(cfg.file, str | None, key="file"), parse_setting(cfg.split, SPLIT | None, key="split")
+    file, split = (
+        parse_setting(cfg.file, str | None, key="file"),
+        parse_setting(cfg.split, SPLIT | None, key="split"),
+    )
     if (file is None) == (split is None):
-        raise ValueError(f"file={file} split={split}: exactly one of them must be set; the other must be null")
-    streams, out = parse_setting(cfg.streams, Positive | None, key="streams"), parse_setting(cfg.out, str, key="out")
+        raise ValueError(
+            f"file={file} split={split}: exactly one of them must be set; the other must be null"
+        )
+    streams, out = (
+        parse_setting(cfg.streams, Positive | None, key="streams"),
+        parse_setting(cfg.out, str, key="out"),
+    )
     content = read_input(file, out=out)
     run, keywords, conditions = open_run(cfg)
     if split is not None:
         corpus = run.corpus()
         content = corpus.splits[split].numpy().tobytes().translate(corpus.symbols.ljust(256, b"\0"))
-    lengths, encoder = stream_lengths(len(content), streams or math.ceil(len(content) / STREAM_BYTES)), Encoder()
+    lengths, encoder = (
+        stream_lengths(len(content), streams or math.ceil(len(content) / STREAM_BYTES)),
+        Encoder(),
+    )
     _, counts = code_streams(encoder, content, streams=len(lengths), **keywords)
-    header = {"bytes": len(content), "sha256": digest(content), "streams": len(lengths)} | conditions
+    header = {
+        "bytes": len(content),
+        "sha256": digest(content),
+        "streams": len(lengths),
+    } | conditions
     code = encoder.finish()
     write_atomically(Path(out), packed := pack(header, code))
     print(f"{file or split}: {len(content):,} bytes in, {len(packed):,} bytes out ({out})")
     longest = max(lengths, default=0)
-    cut = f"{pluralize(len(lengths), 'stream')} of at most {longest:,} bytes, each without initial state"
+    cut = (
+        f"{pluralize(len(lengths), 'stream')} of at most {longest:,} bytes, each without "
+        "initial state"
+    )
     print(f"  {cut}; {len(packed) - len(code)} bytes of header; {counts['escaped']:,} escaped")
     if not counts["predicted"]:
         return print("no byte was predicted, so there is no score to compare with")
     by_file, by_score = 8 * len(packed) / len(content), counts["bits"] / counts["predicted"]
-    bits = f"{by_file:.4f} bits per byte by the file, {by_score:.4f} by the score of the same streams"
+    bits = (
+        f"{by_file:.4f} bits per byte by the file, {by_score:.4f} by the score of the same streams"
+    )
     print(f"{bits}: {100 * (by_file / by_score - 1):+.2f} %")
 
 
 @with_config("decompress")
 def decompress(cfg: DictConfig) -> None:
-    """Decode a file and write the bytes. ValueError, and nothing is written, if a condition or the SHA-256 differs."""
+    """Decode a file and write the bytes. ValueError, and nothing is written, if a condition or
+    the SHA-256 differs."""
     file, out = (parse_setting(cfg[key], str, key=key) for key in ("file", "out"))
     header, code = unpack(read_input(file, out=out), key=f"file={file}")
     _, keywords, conditions = open_run(cfg)
-    differences = [f"{k} (then {header[k]}, now {conditions[k]})" for k in conditions if header[k] != conditions[k]]
+    differences = [
+        f"{k} (then {header[k]}, now {conditions[k]})"
+        for k in conditions
+        if header[k] != conditions[k]
+    ]
     if differences:
         reason = f"these conditions differ from the encoder's: {', '.join(differences)}"
         raise ValueError(f"file={file}: cannot be decoded, because {reason}; {SAME_AS_ENCODER}")
-    content, _ = code_streams(Decoder(code), bytes(header["bytes"]), streams=header["streams"], **keywords)
+    content, _ = code_streams(
+        Decoder(code), bytes(header["bytes"]), streams=header["streams"], **keywords
+    )
     if digest(content) != header["sha256"]:
         raise ValueError(
-            f"file={file}: the SHA-256 of the decoded bytes is not that of the encoded ones; {SAME_AS_ENCODER}"
+            f"file={file}: the SHA-256 of the decoded bytes is not that of the encoded ones; "
+            f"{SAME_AS_ENCODER}"
         )
     write_atomically(Path(out), content)
-    print(f"{out}: {len(content):,} bytes, SHA-256 {header['sha256']}, equal to that of the original bytes")
+    print(
+        f"{out}: {len(content):,} bytes, SHA-256 {header['sha256']}, equal to that of the "
+        "original bytes"
+    )
 
 
 if __name__ == "__main__":

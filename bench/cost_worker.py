@@ -1,8 +1,9 @@
-"""Measurements of one entry of ``bench.cost`` or ``bench.peers``, in a process of its own: a plan's training step
-(``harness.loop.step.train_step`` on bytes of the corpus), evaluation and generation.
+"""Measurements of one entry of ``bench.cost`` or ``bench.peers``, in a process of its own: a plan's
+training step (``harness.loop.step.train_step`` on bytes of the corpus), evaluation and generation.
 
-The learning rate is 0, so that weights and spans do not change. Noise is added to the initial weights, because hardware
-is faster on zeros, and because a weight matrix of zeros passes no gradient to the layers before it."""
+The learning rate is 0, so that weights and spans do not change. Noise is added to the initial
+weights, because hardware is faster on zeros, and because a weight matrix of zeros passes no
+gradient to the layers before it."""
 
 import dataclasses
 import gc
@@ -33,30 +34,41 @@ from harness.model import LanguageModel
 from harness.plan.build import Plan, literal, plan_run
 from variants.contract import Spans, State, map_state
 
-WARMUP_STEPS, MEASURED_STEPS = 2, 3  # training steps before and during the measurement of peak memory
+# training steps before and during the measurement of peak memory
+WARMUP_STEPS, MEASURED_STEPS = 2, 3
 WARMUP_BYTES = 16  # bytes of the step that loads libraries
-SCHEDULE_FRACTION = 0.5  # of the budget, for the schedule; has no effect, because the learning rate is 0
+# of the budget, for the schedule; has no effect, because the learning rate is 0
+SCHEDULE_FRACTION = 0.5
 NOISE = 0.02  # standard deviation, as usual for initial weights
 NOISE_CHUNK = 2**20
-"""Elements whose noise is drawn at a time, so that the noise of a large table does not raise the memory peak."""
-LEARNED_SPANS = yaml.safe_load((Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8"))["spans"]
-LEARNED_SPANS = [sorted(layer, reverse=True) for layer in LEARNED_SPANS]  # so a model with fewer heads gets the longest
-"""Spans of a trained run in keys: a list for each layer with one span for each head, the longest first."""
+"""Elements whose noise is drawn at a time, so that the noise of a large table does not raise the
+memory peak."""
+LEARNED_SPANS = yaml.safe_load(
+    (Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8")
+)["spans"]
+# so a model with fewer heads gets the longest
+LEARNED_SPANS = [sorted(layer, reverse=True) for layer in LEARNED_SPANS]
+"""Spans of a trained run in keys: a list for each layer with one span for each head, the longest
+first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A measurement as plain values, to be sent to another process."""
 
-    config: dict  # the resolved configuration of a training run; with ``batch.carry`` the streams carry a full state
-    spans: Literal["learned", "initial"] = "initial"  # values of learned spans: a trained run's, or the configuration's
+    # the resolved configuration of a training run; with ``batch.carry`` the streams carry a full
+    # state
+    config: dict
+    # values of learned spans: a trained run's, or the configuration's
+    spans: Literal["learned", "initial"] = "initial"
     command: str = ""  # the command line as typed
-    peer: str | None = None  # key of ``peer_workers.PACKAGES``, to measure its model instead of the configuration's
+    # key of ``peer_workers.PACKAGES``, to measure its model instead of the configuration's
+    peer: str | None = None
 
 
 class CostWorker:
-    """Makes one measurement per method, called in this order: ``identity``, ``build``, the methods named by ``memory``,
-    and last those whose freed blocks would raise a peak."""
+    """Makes one measurement per method, called in this order: ``identity``, ``build``, the methods
+    named by ``memory``, and last those whose freed blocks would raise a peak."""
 
     kind = "cost"  # of its rows
     memory = ("inference_memory", "train_memory")
@@ -70,10 +82,13 @@ class CostWorker:
         self.carry = b.carry and task.peer is None
         self.corpus, self.steps = corpora.load(**self.plan.data), 0
         train = self.corpus.splits["train"]
-        self.batches = Streams(train, streams=b.streams, segment=b.segment, seed=self.plan.seed, carry=False)
+        self.batches = Streams(
+            train, streams=b.streams, segment=b.segment, seed=self.plan.seed, carry=False
+        )
 
     def identity(self) -> dict:
-        """The row's provenance. On a GPU ``allocator`` is None, because it is a setting of the CPU's memory."""
+        """The row's provenance. On a GPU ``allocator`` is None, because it is a setting of the
+        CPU's memory."""
         facts = provenance(
             self.plan,
             kind=self.kind,
@@ -86,7 +101,8 @@ class CostWorker:
         return facts
 
     def build(self) -> dict:
-        """Make the model, and with ``batch.carry`` the state that the streams carry; return ``facts``."""
+        """Make the model, and with ``batch.carry`` the state that the streams carry; return
+        ``facts``."""
         _load_libraries(self.plan, self.runtime)
         self.meter = PeakMemory(self.device)  # its baseline is taken before the model exists
         seeds.seed(self.plan.seed)
@@ -94,7 +110,8 @@ class CostWorker:
         self.forward = self.runtime.forward(self.model)
         self.state = self._full_state(self._batch()[0]) if self.carry else None
         self._prompted: State = None  # of one stream that has read a prompt
-        self._generated: tuple[Tensor, State] | None = None  # last byte of each stream, and the state before these
+        # last byte of each stream, and the state before these
+        self._generated: tuple[Tensor, State] | None = None
         self._timed_before: set[str] = set()
         return self.facts()
 
@@ -111,7 +128,8 @@ class CostWorker:
         }
 
     def inference_memory(self) -> dict:
-        """Peak bytes of an evaluation, before gradients and optimizers exist, and the bytes of one stream's state."""
+        """Peak bytes of an evaluation, before gradients and optimizers exist, and the bytes of
+        one stream's state."""
         self._evaluate()
         gc.collect()
         self.meter.reset()
@@ -125,7 +143,8 @@ class CostWorker:
         return {"inference_peak_bytes": peak.bytes, "state_bytes": carried}
 
     def train_memory(self) -> dict:
-        """Peak bytes of a training step, and the bytes of parameters, gradients and optimizer state."""
+        """Peak bytes of a training step, and the bytes of parameters, gradients and optimizer
+        state."""
         optimizers = self.plan.make_optimizers(self.model)
         optimizers.lr = 0.0
         self.optimizers = optimizers
@@ -153,9 +172,10 @@ class CostWorker:
         }
 
     def times(self, quantity: str, *, seconds: float) -> list[float]:
-        """Milliseconds of each training step (``train``), evaluation (``evaluate``) or generated byte of one stream
-        (``generate``) or of each of 64 (``generate_64``) within ``seconds``, at least one. If others follow it, the
-        first call is dropped of a quantity's first round and, on a GPU, where it allocates memory, of each round."""
+        """Milliseconds of each training step (``train``), evaluation (``evaluate``) or generated
+        byte of one stream (``generate``) or of each of 64 (``generate_64``) within ``seconds``, at
+        least one. If others follow it, the first call is dropped of a quantity's first round
+        and, on a GPU, where it allocates memory, of each round."""
         name, _, streams = quantity.partition("_")
         call = {"train": self._train, "evaluate": self._evaluate, "generate": self._generate}[name]
         if name == "generate":
@@ -168,14 +188,17 @@ class CostWorker:
         return times_ms[1:] if is_first and len(times_ms) > 1 else times_ms
 
     def flops(self) -> dict:
-        """FLOPs per byte: executed and ideal ones of a forward pass with a full state, and those that the training step
-        needs. ``step`` has the executed FLOPs of a whole training step, without the optimizer's."""
+        """FLOPs per byte: executed and ideal ones of a forward pass with a full state, and those
+        that the training step needs. ``step`` has the executed FLOPs of a whole training step,
+        without the optimizer's."""
         segment, accumulate = self.plan.batch.segment, self.plan.batch.accumulate
         with self.runtime.autocast():
             sizes = {"segment": segment, "max_bytes": self.span + 4 * segment}
             forward = forward_flops_per_byte(self.model, **sizes, text=self.corpus.splits["valid"])
         eager = dataclasses.replace(self.runtime, compile=False)
-        gradients = partial(train_step, self.model, None, eager, *self._batch(), self.state, accumulate=accumulate)
+        gradients = partial(
+            train_step, self.model, None, eager, *self._batch(), self.state, accumulate=accumulate
+        )
         step = count_flops(gradients, gradients=True)
         needed = self.model.needed_flops(segment, carried=self.span if self.carry else 0)
         self.optimizers.zero_grad()
@@ -230,7 +253,10 @@ class CostWorker:
         if self._prompted is None:
             self._prompted = self._full_state(self._batch()[0][:1])
         last = torch.arange(streams, device=self.device)[:, None] % self.plan.data["vocabulary"]
-        self._generated = last, map_state(lambda s: s.repeat_interleave(streams, dim=0), self._prompted)
+        self._generated = (
+            last,
+            map_state(lambda s: s.repeat_interleave(streams, dim=0), self._prompted),
+        )
 
     @torch.no_grad()
     def _generate(self) -> None:
@@ -251,7 +277,8 @@ class CostWorker:
 
 @torch.no_grad()
 def full_state(model: LanguageModel, inputs: Tensor, *, span: int, runtime: Runtime) -> State:
-    """The state of streams that have read ``inputs [B, T]`` repeatedly, ``span`` bytes or more in all."""
+    """The state of streams that have read ``inputs [B, T]`` repeatedly, ``span`` bytes or more
+    in all."""
     model.eval()
     state = None
     for _ in range(0, span, inputs.shape[1]):
@@ -261,18 +288,22 @@ def full_state(model: LanguageModel, inputs: Tensor, *, span: int, runtime: Runt
 
 
 def _load_libraries(plan: Plan, runtime: Runtime) -> None:
-    """Load libraries by counting the FLOPs of a small step of a second model, so that they raise no measured peak."""
+    """Load libraries by counting the FLOPs of a small step of a second model, so that they raise
+    no measured peak."""
     model = plan.make_model().to(runtime.device)
     tokens = torch.zeros(1, WARMUP_BYTES, dtype=torch.int64, device=runtime.device)
     optimizers = plan.make_optimizers(model)
-    step = partial(train_step, model, optimizers, runtime, tokens, tokens, None, fraction=SCHEDULE_FRACTION)
+    step = partial(
+        train_step, model, optimizers, runtime, tokens, tokens, None, fraction=SCHEDULE_FRACTION
+    )
     count_flops(step, gradients=True)
     forward_flops_per_byte(model, segment=WARMUP_BYTES, max_bytes=WARMUP_BYTES)
 
 
 @torch.no_grad()
 def add_noise_(model: nn.Module) -> None:
-    """Add normal noise, equal in every call, to all parameters but those of ``Spans``; then project the parameters."""
+    """Add normal noise, equal in every call, to all parameters but those of ``Spans``; then
+    project the parameters."""
     spans = {p for part in model.modules() if isinstance(part, Spans) for p in part.parameters()}
     generator = torch.Generator().manual_seed(0)
     for parameter in (parameter for parameter in model.parameters() if parameter not in spans):
@@ -283,13 +314,20 @@ def add_noise_(model: nn.Module) -> None:
 
 
 def learned_spans(model: LanguageModel) -> list[Spans]:
-    """The ``Spans`` modules whose spans are learned lengths, one for each head, in the order of the sublayers."""
-    parts = [part for _, sublayer in model.sublayers() for part in sublayer.modules() if isinstance(part, Spans)]
+    """The ``Spans`` modules whose spans are learned lengths, one for each head, in the order of
+    the sublayers."""
+    parts = [
+        part
+        for _, sublayer in model.sublayers()
+        for part in sublayer.modules()
+        if isinstance(part, Spans)
+    ]
     return [part for part in parts if part.placeable]
 
 
 def place_spans(model: LanguageModel, *, heads: int) -> None:
-    """Set learned spans to ``LEARNED_SPANS``, clipped to the model's span. For more layers or heads they repeat."""
+    """Set learned spans to ``LEARNED_SPANS``, clipped to the model's span. For more layers or
+    heads they repeat."""
     for index, part in enumerate(learned_spans(model)):
         spans = LEARNED_SPANS[index % len(LEARNED_SPANS)]
         part.place_([spans[head % len(spans)] for head in range(heads)])

@@ -1,8 +1,10 @@
-"""Scores a run's best weights again: ``python -m bench.evaluate run=outputs/latest split=test eval.streams=1``.
+"""Scores a run's best weights again: ``python -m bench.evaluate run=outputs/latest split=test
+eval.streams=1``.
 
-A score depends on its protocol: streams, segment, span and context. On valid, the bytes that selected the weights are
-left out. Each call adds a row to the run's ``evaluations.jsonl``: the protocol, bits per byte in streams with carried
-state, in windows without state, and by bytes of context. The last are also drawn in ``context.png``."""
+A score depends on its protocol: streams, segment, span and context. On valid, the bytes that
+selected the weights are left out. Each call adds a row to the run's ``evaluations.jsonl``: the
+protocol, bits per byte in streams with carried state, in windows without state, and by bytes of
+context. The last are also drawn in ``context.png``."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -32,7 +34,9 @@ def main(cfg: DictConfig) -> None:
     from harness.plan.settings import parse_setting
     from harness.record.folder import refuse_links
     from harness.record.rows import EVALUATIONS, FORMAT, append_row
-    from harness.trained import open_trained  # slow imports come after the command line has been parsed
+
+    # slow imports come after the command line has been parsed
+    from harness.trained import open_trained
 
     run = open_trained(cfg.run, key="run", runtime=cfg.runtime, trust=cfg.trust)
     folder, plan, provenance = run.folder, run.plan, run.provenance
@@ -57,7 +61,9 @@ def main(cfg: DictConfig) -> None:
     show_progress(f"{plan.variant}: scoring {len(split):,} bytes of {cfg.split} three times")
     window_cuts = round(CUTS * WINDOW_CUTS_SHARE)
     options = {"runtime": runtime, "future_seed": provenance["seed"]}
-    score = score_stream(model, split, collect_stats=True, cuts=CUTS - window_cuts, **options, **cut)
+    score = score_stream(
+        model, split, collect_stats=True, cuts=CUTS - window_cuts, **options, **cut
+    )
     windows = score_windows(model, split, cuts=window_cuts, **options)
     floor, scores = corpus.floor_bits(split), [score, windows]
     future, causal = check_causality(model, scores, floor=floor, precision=runtime.precision)
@@ -81,7 +87,9 @@ def main(cfg: DictConfig) -> None:
         "bytes": len(score.nats),
         "metrics": model.metrics(score.stats),
         "check": provenance.get("check") if causal else NOT_CAUSAL,
-        **{name: provenance[name] for name in ("variant", "seed", "data", "config_hash", "command")},
+        **{
+            name: provenance[name] for name in ("variant", "seed", "data", "config_hash", "command")
+        },
         "trained_source": provenance["source"],
         "commit": source.commit(),
         "source": source.digest(plan.config, trust=plan.trust),
@@ -101,7 +109,10 @@ def print_row(row: dict, folder: Path) -> None:
     from harness.record.closing_table import WINDOWS_LABEL
 
     p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
-    sizes = f"streams {p['streams']}, segment {p['segment']}, span {p['span']}, unscored context {p['context']}"
+    sizes = (
+        f"streams {p['streams']}, segment {p['segment']}, span {p['span']}, unscored context "
+        f"{p['context']}"
+    )
     run = f"{row['variant']}, seed {row['seed']}"
     split = f"{row['data']['name']} {row['split']}, {row['bytes']:,} bytes scored"
     print(f"{run}: {split}\n  {row['bits_per_byte']:.4f}{mark} bits per byte with {sizes}")
@@ -122,7 +133,13 @@ def draw_context(curve: list[dict], path: Path, **titles: str) -> None:
     with styled():
         figure, (ax,) = panels(1, 1, width=7.0, height=4.2, **titles)
         for row in curve:
-            ax.hlines(row["bits_per_byte"], row["from_bytes"], row["to_bytes"] + 1, color=BLUE, linewidth=2)
+            ax.hlines(
+                row["bits_per_byte"],
+                row["from_bytes"],
+                row["to_bytes"] + 1,
+                color=BLUE,
+                linewidth=2,
+            )
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter("{x:,.0f}")
         ax.set(xlabel="bytes of context", ylabel="bits per byte")

@@ -1,9 +1,10 @@
 """Trains the runs of the published tables: ``python -m bench.evidence stage=b path=FILE``.
 
-``conf/evidence.yaml`` defines stages. A stage is a list of grids, and each point of a grid is a cell: one training run.
-A cell may also have a learning rate beyond the tested ones, or the best of the tested ones.
-Each run has a core of its own and adds a row to ``<rows>/<table>.jsonl``: cell, summary, variant and scores. A
-cell that has a row is skipped, also on other machines. An interrupted run continues in its run folder."""
+``conf/evidence.yaml`` defines stages. A stage is a list of grids, and each point of a grid is a
+cell: one training run. A cell may also have a learning rate beyond the tested ones, or the best of
+the tested ones. Each run has a core of its own and adds a row to ``<rows>/<table>.jsonl``: cell,
+summary, variant and scores. A cell that has a row is skipped, also on other machines. An
+interrupted run continues in its run folder."""
 
 import json
 import math
@@ -34,7 +35,8 @@ LR_FACTORS = (LR_FACTOR, "++variant.lr_scale.adamw")
 MIN_FACTORS = 3  # a mechanism's grid is extended only after training with so many factors
 LEARNED_BITS = 0.01  # a score so close to the corpus's floor needs no better factor
 COUNTED_EXIT_CODES = (0, BUG, Diverged.exit_code)
-"""A run that ends with one of these exit codes gets a row. After any other code its cell is trained again."""
+"""A run that ends with one of these exit codes gets a row. After any other code its cell is
+trained again."""
 
 
 def cell_keys(row: dict) -> dict[str, str]:
@@ -43,7 +45,8 @@ def cell_keys(row: dict) -> dict[str, str]:
 
 
 def mechanism(words: Iterable[str]) -> str:
-    """The variant and its options among the words of a cell: ``NAME ++variant.attention.key_shift=true``."""
+    """The variant and its options among the words of a cell: ``NAME
+    ++variant.attention.key_shift=true``."""
     words = [word for word in words if not word.startswith(LR_FACTORS)]
     (variant,) = (word.removeprefix("variant=") for word in words if word.startswith("variant="))
     return " ".join([variant, *(word for word in words if word.lstrip("+").startswith("variant."))])
@@ -77,8 +80,8 @@ def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
 
 
 def best_factor(scores: dict[float, float]) -> float | None:
-    """The factor with the best score, if there are at least ``MIN_FACTORS`` and it lies between others or its score is
-    below ``LEARNED_BITS``; else None."""
+    """The factor with the best score, if there are at least ``MIN_FACTORS`` and it lies between
+    others or its score is below ``LEARNED_BITS``; else None."""
     if len(scores) < MIN_FACTORS:
         return None
     best = min(scores, key=scores.get)
@@ -86,8 +89,9 @@ def best_factor(scores: dict[float, float]) -> float | None:
 
 
 def next_factor(scores: dict[float, float], *, step: float) -> float | None:
-    """The factor that extends a mechanism's grid: ``step`` times the largest if it scored best, the smallest divided by
-    ``step`` if it did. None if there is a ``best_factor``, or if there are fewer than ``MIN_FACTORS``."""
+    """The factor that extends a mechanism's grid: ``step`` times the largest if it scored best, the
+    smallest divided by ``step`` if it did. None if there is a ``best_factor``, or if there are
+    fewer than ``MIN_FACTORS``."""
     if len(scores) < MIN_FACTORS or best_factor(scores):
         return None
     best = min(scores, key=scores.get)
@@ -96,8 +100,8 @@ def next_factor(scores: dict[float, float], *, step: float) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One training run of a stage: the words of its command, which identify it, and the file of its row. With
-    ``score_context`` it is also scored by bytes of context."""
+    """One training run of a stage: the words of its command, which identify it, and the file of its
+    row. With ``score_context`` it is also scored by bytes of context."""
 
     words: tuple[str, ...]
     file: Path
@@ -109,7 +113,8 @@ class Cell:
 
 
 def sweep_grid(sweep: str) -> dict[str, object]:
-    """The grid of ``conf/sweep/<sweep>.yaml``, joined with the grids of the sweeps in its defaults list."""
+    """The grid of ``conf/sweep/<sweep>.yaml``, joined with the grids of the sweeps in its
+    defaults list."""
     config = OmegaConf.to_container(OmegaConf.load(Path(CONF, "sweep", f"{sweep}.yaml")))
     grid: dict[str, object] = {}
     for name in (entry for entry in config["defaults"] if isinstance(entry, str)):
@@ -123,26 +128,34 @@ def table_of(grid: dict) -> str:
 
 
 def grid_params(grid: dict) -> dict[str, object]:
-    """The keys and values of a stage's grid: those of its sweep, replaced and extended by its own."""
+    """The keys and values of a stage's grid: those of its sweep, replaced and extended by its
+    own."""
     budget = {"budget.bytes": grid["budget"]} if "budget" in grid else {}
     return sweep_grid(grid["sweep"]) | grid.get("params", {}) | budget
 
 
 def missing_runs(file: Path, *stages: str) -> list[dict[str, str]]:
-    """The points of stages of ``conf/evidence.yaml``, at any learning rate, of which ``file`` has no row."""
+    """The points of stages of ``conf/evidence.yaml``, at any learning rate, of which ``file``
+    has no row."""
     config = OmegaConf.load(Path(CONF, "evidence.yaml"))
     cells = [cell_keys(row).items() for row in read_rows(file)]
     points = []
     for stage in stages:
         for grid in OmegaConf.to_container(config.stages[stage], resolve=True):
             if file.name == table_of(grid):
-                points += [dict(word.split("=", 1) for word in point) for point in _points(grid_params(grid))]
+                points += [
+                    dict(word.split("=", 1) for word in point)
+                    for point in _points(grid_params(grid))
+                ]
     return [point for point in points if not any(point.items() <= cell for cell in cells)]
 
 
-def stage_cells(grids: list[dict], *, words: list[str], rows: Path, rates_of: dict[str, str]) -> list[Cell]:
-    """All cells of a stage, ordered by seed within each of its ``grids``. ``words`` end the command of every cell.
-    ``rates_of`` names, for variants whose learning rates were not searched, the one whose best rate they have."""
+def stage_cells(
+    grids: list[dict], *, words: list[str], rows: Path, rates_of: dict[str, str]
+) -> list[Cell]:
+    """All cells of a stage, ordered by seed within each of its ``grids``. ``words`` end the command
+    of every cell. ``rates_of`` names, for variants whose learning rates were not searched, the
+    one whose best rate they have."""
     cells = []
     for grid in grids:
         file, params = rows / table_of(grid), grid_params(grid)
@@ -155,20 +168,23 @@ def stage_cells(grids: list[dict], *, words: list[str], rows: Path, rates_of: di
         for change in changes:
             for point in _points(params | change):
                 cell_words = (f"sweep={grid['sweep']}", *point, *words)
-                cells.append(Cell(words=cell_words, file=file, score_context=grid.get("context", False)))
+                cells.append(
+                    Cell(words=cell_words, file=file, score_context=grid.get("context", False))
+                )
     return cells
 
 
 def _extensions(file: Path, *, key: str, step: float) -> Iterator[dict[str, str]]:
-    """Changes of a grid that train each mechanism with its next learning rate factor, if it has one."""
+    """Changes of a grid that train each mechanism with its next learning rate factor, if it has
+    one."""
     for name, scores in scores_by_factor(file).items():
         if factor := next_factor(scores, step=step):
             yield cell_keys({"cell": f"variant={name}".split(" ")}) | {key: f"{factor:.4g}"}
 
 
 def _at_best_rates(file: Path, params: dict, rates_of: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Changes of a grid that train each seed of each of its mechanisms at the best learning rate factor in ``file``.
-    Mechanisms without one are left out. The seed varies slowest."""
+    """Changes of a grid that train each seed of each of its mechanisms at the best learning rate
+    factor in ``file``. Mechanisms without one are left out. The seed varies slowest."""
     scores = scores_by_factor(file)
     options = [f"{key}={params[key]}" for key in params if key not in ("variant", "seed")]
     key = next((key for key in LR_FACTORS if params.get(key)), LR_FACTOR)
@@ -187,7 +203,8 @@ def _points(params: dict[str, object]) -> Iterator[list[str]]:
 
 
 def compact(row: dict) -> dict:
-    """What the tables need of a row of ``record.jsonl`` (the variant or a score) or ``evaluations.jsonl``."""
+    """What the tables need of a row of ``record.jsonl`` (the variant or a score) or
+    ``evaluations.jsonl``."""
     names = ("kind", "bytes_seen", "bits_per_byte", "windows_bits_per_byte", "context_curve")
     variant = {"config": {"variant": row["config"]["variant"]}} if "config" in row else {}
     return {name: row[name] for name in names if name in row} | variant
@@ -195,8 +212,8 @@ def compact(row: dict) -> dict:
 
 def published_record(rows: Iterable[dict]) -> list[dict]:
     """What the tables need of the rows of ``record.jsonl``, without final scores, which the summary
-    has. Validations that scored answers become one entry of kind ``curve``: lists of training bytes,
-    accuracies and bits an answer."""
+    has. Validations that scored answers become one entry of kind ``curve``: lists of training
+    bytes, accuracies and bits an answer."""
     entries = [row for row in rows if row["kind"] != "train" and not row.get("final")]
     scored = [row for row in entries if "answer_accuracy" in row]
     published = [compact(row) for row in entries if row not in scored]
@@ -210,16 +227,17 @@ def published_record(rows: Iterable[dict]) -> list[dict]:
 
 @dataclass
 class Runner:
-    """Trains each cell in a child process, on the core of the thread that waits for the process. ``outputs`` is the
-    folder of the run folders, ``path`` the ``data.path`` of the runs that read enwik8. ``children`` are the processes that
-    are running."""
+    """Trains each cell in a child process, on the core of the thread that waits for the process.
+    ``outputs`` is the folder of the run folders, ``path`` the ``data.path`` of the runs that read
+    enwik8. ``children`` are the processes that are running."""
 
     outputs: Path
     path: str | None
     children: list[subprocess.Popen] = field(default_factory=list)
 
     def run(self, cell: Cell) -> None:
-        """Train and score a cell, and write its row. ValueError, and no row, for an exit code that is not counted."""
+        """Train and score a cell, and write its row. ValueError, and no row, for an exit code
+        that is not counted."""
         folder = self.outputs / "-".join(word.rpartition("=")[2] for word in cell.words)
         words = [*cell.words, f"outputs={folder}"]
         if self.path and not GENERATED_DATA & {*words}:
@@ -229,25 +247,41 @@ class Runner:
             row = {"cell": cell.words, "summary": json.loads((run / SUMMARY).read_text())}
             row["record"] = published_record(read_rows(run / RECORD))
             if cell.score_context and not exit_code:
-                options = (f"run={run.resolve()}", "split=test", "runtime.threads=1", "runtime.device=cpu")
+                options = (
+                    f"run={run.resolve()}",
+                    "split=test",
+                    "runtime.threads=1",
+                    "runtime.device=cpu",
+                )
                 exit_code = self.run_python("-m", "bench.evaluate", *options)
                 row["evaluation"] = None if exit_code else compact(read_rows(run / EVALUATIONS)[-1])
         if exit_code not in COUNTED_EXIT_CODES or not (run / SUMMARY).exists():
-            raise ValueError(f"ended with {exit_code}, see {self.outputs / 'log.txt'}; the same command tries again")
+            raise ValueError(
+                f"ended with {exit_code}, see {self.outputs / 'log.txt'}; the same command tries "
+                "again"
+            )
         with file_lock(self.outputs / cell.file.name):
             if not cell.find_row():
-                text = json.dumps(to_json(row), allow_nan=False, separators=(",", ":")).replace(str(folder), "outputs")
+                text = json.dumps(to_json(row), allow_nan=False, separators=(",", ":")).replace(
+                    str(folder), "outputs"
+                )
                 if self.path:  # a row has no path of this machine
                     text = text.replace(self.path, Path(self.path).name)
                 append_atomically(cell.file, text.encode() + b"\n")
         print(f"{' '.join(cell.words)}: {row['summary']['status']}", flush=True)
 
     def run_python(self, *words: str) -> int:
-        """Run Python with these arguments on one thread, and return its exit code. Its output goes to ``log.txt``."""
+        """Run Python with these arguments on one thread, and return its exit code. Its output
+        goes to ``log.txt``."""
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         with (self.outputs / "log.txt").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, *words], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+                [sys.executable, *words],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self.children.append(process)
         exit_code = process.wait()
@@ -263,18 +297,24 @@ def _take_core(cores: list[int]) -> None:
 
 @with_config("evidence")
 def main(cfg: DictConfig) -> None:
-    """Train the cells of a stage that have no row; ValueError with the error of each cell that failed."""
+    """Train the cells of a stage that have no row; ValueError with the error of each cell that
+    failed."""
     if cfg.stage not in cfg.stages:
         raise ValueError(f"stage={cfg.stage}: allowed are {', '.join(cfg.stages)}")
     grids = OmegaConf.to_container(cfg.stages[cfg.stage], resolve=True)
     rows, rates_of = Path(cfg.rows).resolve(), dict(cfg.rates_of)
     cells = stage_cells(grids, words=list(cfg.words), rows=rows, rates_of=rates_of)
     remaining = [cell for cell in cells if not cell.find_row()]
-    print(f"stage {cfg.stage}: {len(cells)} cells, {len(cells) - len(remaining)} have a row", flush=True)
+    print(
+        f"stage {cfg.stage}: {len(cells)} cells, {len(cells) - len(remaining)} have a row",
+        flush=True,
+    )
     if cfg.list:
         print("\n".join(" ".join(cell.words) for cell in remaining))
         return
-    runner = Runner(outputs=Path(cfg.outputs).resolve(), path=cfg.path and str(Path(cfg.path).resolve()))
+    runner = Runner(
+        outputs=Path(cfg.outputs).resolve(), path=cfg.path and str(Path(cfg.path).resolve())
+    )
     runner.outputs.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     cores = sorted(os.sched_getaffinity(0))[: cfg.workers]
@@ -288,7 +328,9 @@ def main(cfg: DictConfig) -> None:
             process.terminate()  # a run that is terminated writes a checkpoint first
     errors = {words: future.exception() for words, future in futures.items() if future.exception()}
     if errors:
-        raise ValueError("\n".join(f"{' '.join(words)}: {error}" for words, error in errors.items()))
+        raise ValueError(
+            "\n".join(f"{' '.join(words)}: {error}" for words, error in errors.items())
+        )
 
 
 if __name__ == "__main__":

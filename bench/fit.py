@@ -1,13 +1,15 @@
-"""Predicts whether a training step fits: ``python -m bench.fit variant=V model=base device_memory=24GiB``.
+"""Predicts whether a training step fits: ``python -m bench.fit variant=V model=base
+device_memory=24GiB``.
 
-The trainer's update runs on fake tensors, which have shapes but no data, under torch's ``MemTracker``, so no device is
-needed. The command prints the peak memory by cause, and the largest batch that fits into ``device_memory``. Learned
-spans have their initial values.
+The trainer's update runs on fake tensors, which have shapes but no data, under torch's
+``MemTracker``, so no device is needed. The command prints the peak memory by cause, and the largest
+batch that fits into ``device_memory``. Learned spans have their initial values.
 
-The prediction is for one process without compilation. On a CPU it is within 10% of the measured peak
-(``tests/test_fit.py``). For a GPU (any ``runtime.device`` but ``cpu``) it is not verified: it is what a CPU would need
-at the GPU's precision, with chunked attention in place of kernels. The memory of kernels, libraries and allocators is
-not predicted (a CUDA context takes about half a GiB), nor, on a CPU, the corpus and freed blocks of the C library."""
+The prediction is for one process without compilation. On a CPU it is within 10% of the measured
+peak (``tests/test_fit.py``). For a GPU (any ``runtime.device`` but ``cpu``) it is not verified: it
+is what a CPU would need at the GPU's precision, with chunked attention in place of kernels. The
+memory of kernels, libraries and allocators is not predicted (a CUDA context takes about half a
+GiB), nor, on a CPU, the corpus and freed blocks of the C library."""
 
 from bisect import bisect_right
 from collections.abc import Callable
@@ -63,22 +65,36 @@ def main(cfg: DictConfig) -> None:
     prediction = predict(plan)
     peak, by_cause = prediction["predicted_peak_bytes"], prediction["by_cause"]
     batch = f"{plan.batch.streams} streams of {plan.batch.segment} bytes"
-    lines = [("peak, MiB", cells.mib(peak).text, f"of a training step of {batch}, {prediction['backend']}")]
-    lines += [(f"{cause}, MiB", cells.mib(by_cause[cause]).text, about) for cause, about in CAUSES.items()]
+    lines = [
+        (
+            "peak, MiB",
+            cells.mib(peak).text,
+            f"of a training step of {batch}, {prediction['backend']}",
+        )
+    ]
+    lines += [
+        (f"{cause}, MiB", cells.mib(by_cause[cause]).text, about) for cause, about in CAUSES.items()
+    ]
     if limit_bytes:
-        lines.append(("fits", "yes" if peak <= limit_bytes else "no", f"in {limit_bytes / 2**20:,.0f} MiB"))
+        lines.append(
+            ("fits", "yes" if peak <= limit_bytes else "no", f"in {limit_bytes / 2**20:,.0f} MiB")
+        )
         streams = most_streams(
             lambda n: predict(plan, streams=n)["predicted_peak_bytes"],
             limit_bytes=limit_bytes,
             min_streams=plan.batch.accumulate,
         )
-        lines.append(("most streams", f"{streams:,}", f"that fit; up to {MAX_STREAMS:,} were tried"))
+        lines.append(
+            ("most streams", f"{streams:,}", f"that fit; up to {MAX_STREAMS:,} were tried")
+        )
     verified = kind == "cpu" and plan.runtime.compile is not True
     title = f"Predicted memory of {plan.variant} on {kind}, {eager_plan(plan).runtime.precision}, "
     title += "within 10% of the measured peak" if verified else "not verified"
     columns = (Column("", numeric=False), Column(""), Column("what it is", numeric=False))
     show_progress("")
-    print_table(Table(title=title, columns=columns, rows=[[*map(cells.text, line)] for line in lines]))
+    print_table(
+        Table(title=title, columns=columns, rows=[[*map(cells.text, line)] for line in lines])
+    )
 
 
 def parse_memory(value: object) -> int:
@@ -91,15 +107,17 @@ def parse_memory(value: object) -> int:
 
 
 def most_streams(peak_bytes: Callable[[int], int], *, limit_bytes: int, min_streams: int) -> int:
-    """The largest number of streams from ``min_streams`` to ``MAX_STREAMS`` whose peak is within the limit, or 0."""
+    """The largest number of streams from ``min_streams`` to ``MAX_STREAMS`` whose peak is within
+    the limit, or 0."""
     fitting = bisect_right(range(min_streams, MAX_STREAMS + 1), limit_bytes, key=peak_bytes)
     return min_streams + fitting - 1 if fitting else 0
 
 
 def predict(plan: Plan, *, streams: int | None = None) -> dict:
-    """Predict the peak memory of a training step with a full carried state and initial parameters, for so many
-    ``streams``, by default the plan's. Return ``backend``; ``by_cause``, the bytes of each of ``CAUSES``; and the sum
-    of these, ``predicted_peak_bytes``. ValueError if memory depends on values of tensors, which fake tensors lack."""
+    """Predict the peak memory of a training step with a full carried state and initial parameters,
+    for so many ``streams``, by default the plan's. Return ``backend``; ``by_cause``, the bytes of
+    each of ``CAUSES``; and the sum of these, ``predicted_peak_bytes``. ValueError if memory
+    depends on values of tensors, which fake tensors lack."""
     show_progress(f"{plan.variant}: predicting a step of {streams or plan.batch.streams:,} streams")
     if streams is not None:
         plan = replace(plan, batch=replace(plan.batch, streams=streams))
@@ -113,15 +131,24 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
             plan = replace(plan, runtime=replace(plan.runtime, backend=backend))
             model = plan.make_model()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:  # ``from_tensor`` keeps shared tensors shared
+        # ``from_tensor`` keeps shared tensors shared
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
             for module in model.modules():
                 for tensors in (module._parameters, module._buffers):
-                    tensors |= {name: fake_mode.from_tensor(t) for name, t in tensors.items() if t is not None}
+                    tensors |= {
+                        name: fake_mode.from_tensor(t)
+                        for name, t in tensors.items()
+                        if t is not None
+                    }
             by_cause = _peak_by_cause(plan, model)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         reason = f"its memory depends on values of tensors ({error.func})"
         raise ValueError(f"variant={plan.variant}: {reason}") from error
-    return {"backend": backend, "by_cause": by_cause, "predicted_peak_bytes": sum(by_cause.values())}
+    return {
+        "backend": backend,
+        "by_cause": by_cause,
+        "predicted_peak_bytes": sum(by_cause.values()),
+    }
 
 
 def kind_of(plan: Plan) -> str:
@@ -140,36 +167,45 @@ def eager_plan(plan: Plan) -> Plan:
 
 
 def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:
-    """Bytes of each of ``CAUSES`` at the peak of a training step: the second one, under ``MemTracker``."""
+    """Bytes of each of ``CAUSES`` at the peak of a training step: the second one, under
+    ``MemTracker``."""
     batch, span = plan.batch, plan.model.span
     runtime = Runtime(device=CPU, precision=plan.runtime.precision, compile=False)
     optimizers = plan.make_optimizers(model)
     tracker, forward = MemTracker(), runtime.forward(model)
 
     def tracked(*args, **kwargs):
-        tracker.reset_mod_stats()  # the tracker allows one forward pass of a model; accumulation makes several
+        # the tracker allows one forward pass of a model; accumulation makes several
+        tracker.reset_mod_stats()
         return forward(*args, **kwargs)
 
-    inputs, targets = (torch.zeros(batch.streams, batch.segment, dtype=torch.int64) for _ in range(2))
+    inputs, targets = (
+        torch.zeros(batch.streams, batch.segment, dtype=torch.int64) for _ in range(2)
+    )
     past = torch.zeros(batch.streams, max(span, batch.segment), dtype=torch.int64)
     state = full_state(model, past, span=span, runtime=runtime) if batch.carry else None
 
     def step(state: State) -> State:
         """An update, without the projection of parameters, because fake ones have no values."""
         accumulate = batch.accumulate
-        _, next_state = train_step(model, None, runtime, inputs, targets, state, accumulate=accumulate, forward=tracked)
+        _, next_state = train_step(
+            model, None, runtime, inputs, targets, state, accumulate=accumulate, forward=tracked
+        )
         optimizers.step(0.5, finite=True)
         optimizers.zero_grad()
         return next_state if batch.carry else None
 
     state = step(state)  # the first step allocates the optimizers' state
     del past
-    tracker.track_external(model, *optimizers.optimizers.values(), inputs, targets, *tensors_of(state))
+    tracker.track_external(
+        model, *optimizers.optimizers.values(), inputs, targets, *tensors_of(state)
+    )
     state_bytes = tracker.get_tracker_snapshot()[CPU]["Optstate"]
     with tracker:
         step(state)
     peak = tracker.get_tracker_snapshot("peak")[CPU]
-    optimizer_bytes = min(state_bytes, peak["Optstate"])  # Optstate includes temporary tensors of the optimizers
+    # Optstate includes temporary tensors of the optimizers
+    optimizer_bytes = min(state_bytes, peak["Optstate"])
     return {
         "parameters": peak["Parameter"] + peak["Buffer"],
         "gradients": peak["Gradient"],

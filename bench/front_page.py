@@ -1,7 +1,8 @@
-"""Writes README's table and figure, ``docs/results.md`` and the table of ``docs/gpu.md`` from the rows in
-``bench/results``: ``python -m bench.front_page``.
+"""Writes README's table and figure, ``docs/results.md`` and the table of ``docs/gpu.md`` from the
+rows in ``bench/results``: ``python -m bench.front_page``.
 
-It replaces the text between two markers in each page. ``tests/test_front_page.py`` compares the text with the rows."""
+It replaces the text between two markers in each page. ``tests/test_front_page.py`` compares the
+text with the rows."""
 
 from pathlib import Path
 
@@ -24,7 +25,9 @@ def main() -> None:
     folder = ROOT / RESULTS
     for name, block in blocks(folder).items():
         path = ROOT / name
-        write_atomically(path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode())
+        write_atomically(
+            path, between_markers(path.read_text(encoding="utf-8"), block, name=name).encode()
+        )
     write_atomically(ROOT / FIGURE, figure_png(folder))
     if (folder / "text_bytes.jsonl").exists():
         write_atomically(ROOT / BYTES_FIGURE, bytes_png(folder))
@@ -37,7 +40,8 @@ def blocks(folder: Path) -> dict[str, str]:
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:
-    """``page`` with ``block`` as the text between its markers; ValueError naming the page if it has no markers."""
+    """``page`` with ``block`` as the text between its markers; ValueError naming the page if it
+    has no markers."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
@@ -46,7 +50,8 @@ def between_markers(page: str, block: str, *, name: str) -> str:
 
 
 def figure_png(folder: Path) -> bytes:
-    """README's figure as PNG: bits per byte against carried state, and accuracy of recall against bytes of training."""
+    """README's figure as PNG: bits per byte against carried state, and accuracy of recall
+    against bytes of training."""
     with drawing.styled():
         figure, axes = drawing.panels(1, 2, title="", width=11.2, height=5.2)
         draw_state(axes[0], PublishedRuns(text_file(folder)).finished, VARIANTS["readme"])
@@ -55,7 +60,8 @@ def figure_png(folder: Path) -> bytes:
 
 
 def bytes_png(folder: Path) -> bytes:
-    """The figure of ``docs/results.md`` as PNG: bits per byte against training FLOPs, seconds and state."""
+    """The figure of ``docs/results.md`` as PNG: bits per byte against training FLOPs, seconds
+    and state."""
     with drawing.styled():
         figure, axes = drawing.panels(1, 3, title="", width=11.2, height=4.2)
         draw_costs(axes, PublishedRuns(folder / "text_bytes.jsonl").finished)

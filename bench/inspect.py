@@ -1,8 +1,9 @@
-"""Draws what a trained run attends to: ``python -m bench.inspect run=outputs/latest [text=FILE or 'some words']``.
+"""Draws what a trained run attends to: ``python -m bench.inspect run=outputs/latest [text=FILE or
+'some words']``.
 
-It writes two figures into the run folder. ``inspect_attention.png`` has the attention map of every head for the first
-``bytes`` of ``text``, or without ``text`` of the part of valid that is scored. ``inspect_spans.png`` shows how far back
-each head attends."""
+It writes two figures into the run folder. ``inspect_attention.png`` has the attention map of every
+head for the first ``bytes`` of ``text``, or without ``text`` of the part of valid that is scored.
+``inspect_spans.png`` shows how far back each head attends."""
 
 import math
 import os
@@ -42,35 +43,56 @@ def main(cfg: DictConfig) -> None:
     else:
         symbols = run.symbols()
         is_file = os.path.isfile(text)
-        name, content = (Path(text).name, Path(text).read_bytes()) if is_file else ("text", os.fsencode(text))
+        name, content = (
+            (Path(text).name, Path(text).read_bytes()) if is_file else ("text", os.fsencode(text))
+        )
         tokens = token_ids(content, symbols, key="text").to(torch.uint8)
     if len(tokens) < 2:
         raise ValueError(f"text={text}: has {len(tokens)} byte; allowed are at least 2")
     tokens = tokens[:length]
     _, inspections = model.eval().inspect(tokens[None].long().to(runtime.device))
-    maps = {name: i.weights[0].float().cpu().numpy() for name, i in inspections.items() if i.weights is not None}
+    maps = {
+        name: i.weights[0].float().cpu().numpy()
+        for name, i in inspections.items()
+        if i.weights is not None
+    }
     if (n_weights := sum(weights.size for weights in maps.values())) > MAX_CELLS:
         max_length = math.isqrt(MAX_CELLS * len(tokens) ** 2 // n_weights)
-        raise ValueError(f"bytes={length}: allowed is {max_length} or less for this number of heads")
-    for sublayer in [name for name, part in model.sublayers() if part.honours is not None and name not in maps]:
+        raise ValueError(
+            f"bytes={length}: allowed is {max_length} or less for this number of heads"
+        )
+    for sublayer in [
+        name for name, part in model.sublayers() if part.honours is not None and name not in maps
+    ]:
         print(f"{sublayer} is not drawn: its mechanism has no attention weights to show")
     if not maps:
         return
-    title, about = f"{run.provenance['variant']}, seed {run.provenance['seed']}", f"{name}, {len(tokens)} bytes"
-    excerpt = bytes(symbols[token] for token in tokens[:90].tolist()).decode("utf-8", "backslashreplace")
+    title, about = (
+        f"{run.provenance['variant']}, seed {run.provenance['seed']}",
+        f"{name}, {len(tokens)} bytes",
+    )
+    excerpt = bytes(symbols[token] for token in tokens[:90].tolist()).decode(
+        "utf-8", "backslashreplace"
+    )
     excerpt = "".join(letter if letter.isprintable() else " " for letter in excerpt)
     with styled():
-        draw_attention(maps, run.folder / "inspect_attention.png", title=title, subtitle=f"{about}: {excerpt}")
+        draw_attention(
+            maps, run.folder / "inspect_attention.png", title=title, subtitle=f"{about}: {excerpt}"
+        )
         draw_reach(maps, inspections, run.folder / "inspect_spans.png", title=title, subtitle=about)
     print(f"{run.folder}: inspect_attention.png, inspect_spans.png")
 
 
-def draw_attention(maps: Mapping[str, np.ndarray], path: Path, *, title: str, subtitle: str) -> None:
+def draw_attention(
+    maps: Mapping[str, np.ndarray], path: Path, *, title: str, subtitle: str
+) -> None:
     """Draw attention maps ``[H, T, T]``: a row of panels for each layer, a panel for each head."""
     heads = max(map(len, maps.values()))
     side = min(max(1.3, 9.0 / heads), 3.2)
     size = {"width": max(6.5, side * heads + 1.3), "height": side * len(maps) + 1.4}
-    figure, axes = panels(len(maps), heads, title=f"Attention weights: {title}", subtitle=subtitle, **size)
+    figure, axes = panels(
+        len(maps), heads, title=f"Attention weights: {title}", subtitle=subtitle, **size
+    )
     norm = PowerNorm(0.5, vmin=0, vmax=max(np.quantile(layer, 0.999) for layer in maps.values()))
     for row, (name, layer) in enumerate(zip(layer_names(maps), maps.values(), strict=True)):
         for head, ax in enumerate(axes[row * heads : (row + 1) * heads]):
@@ -84,15 +106,20 @@ def draw_attention(maps: Mapping[str, np.ndarray], path: Path, *, title: str, su
             ax.set_ylabel(f"layer {name}", fontsize=9)
             ax.label_outer()
     shrink = min(1.0, 4 / size["height"])
-    figure.colorbar(image, ax=axes, shrink=shrink, label="weight, on a square-root scale", extend="max")
-    figure.supxlabel("key: index of the byte that is attended to; rows are queries", fontsize=9, color=INK)
+    figure.colorbar(
+        image, ax=axes, shrink=shrink, label="weight, on a square-root scale", extend="max"
+    )
+    figure.supxlabel(
+        "key: index of the byte that is attended to; rows are queries", fontsize=9, color=INK
+    )
     write_atomically(path, png_of(figure))
 
 
 def draw_reach(
     maps: Mapping[str, np.ndarray], inspections: Mapping[str, Inspection], path: Path, **titles: str
 ) -> None:
-    """Draw for each head the distances within which ``SHARES`` of its attention lie, and the end of its soft mask."""
+    """Draw for each head the distances within which ``SHARES`` of its attention lie, and the end
+    of its soft mask."""
     titles |= {"title": f"How far back heads attend: {titles['title']}"}
     figure, (ax,) = panels(1, 1, width=max(6.5, 1.2 + 0.9 * len(maps)), height=4.4, **titles)
     for index, (name, layer) in enumerate(maps.items()):
@@ -116,17 +143,21 @@ def draw_reach(
 
 
 def layer_names(names: Iterable[str]) -> list[str]:
-    """``layers.3.attention`` shortened to ``3``, or to ``3.attention`` if two of the names are of one layer."""
+    """``layers.3.attention`` shortened to ``3``, or to ``3.attention`` if two of the names are
+    of one layer."""
     names = [name.removeprefix("layers.") for name in names]
     numbers = [name.partition(".")[0] for name in names]
     return numbers if len(set(numbers)) == len(names) else names
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:
-    """Bytes back ``[H]`` that cover a ``share`` of the weights ``[H, T, T]``, over the later half of the queries."""
+    """Bytes back ``[H]`` that cover a ``share`` of the weights ``[H, T, T]``, over the later
+    half of the queries."""
     length = maps.shape[-1]
     distance = np.clip(np.arange(length // 2, length)[:, None] - np.arange(length), 0, None).ravel()
-    mass = np.stack([np.bincount(distance, head[length // 2 :].ravel(), minlength=length) for head in maps])
+    mass = np.stack(
+        [np.bincount(distance, head[length // 2 :].ravel(), minlength=length) for head in maps]
+    )
     cumulative = mass.cumsum(axis=1)
     return (cumulative >= share * cumulative[:, -1:]).argmax(axis=1)
 

@@ -1,7 +1,9 @@
-"""Measurements of one entry of ``bench.peers``: a variant of ours, the reference model, or a package's model.
+"""Measurements of one entry of ``bench.peers``: a variant of ours, the reference model, or a
+package's model.
 
-Every entry makes whole training steps on the same bytes in the same order: forward, loss, backward and optimizer. A
-variant of ours makes the trainer's step. Packages are built as documented, without dropout. Noise is added to weights.
+Every entry makes whole training steps on the same bytes in the same order: forward, loss, backward
+and optimizer. A variant of ours makes the trainer's step. Packages are built as documented, without
+dropout. Noise is added to weights.
 """
 
 from functools import partial
@@ -21,24 +23,30 @@ from harness.record.folder import config_hash
 
 REFERENCE, TRANSFORMERS = "reference_model", "x-transformers"
 PACKAGES = {REFERENCE: "torch", TRANSFORMERS: TRANSFORMERS}
-"""The package of each peer, as pip names it. Speeds are reported relative to that of the first peer."""
+"""The package of each peer, as pip names it. Speeds are reported relative to that of the first
+peer."""
 INSTALL = "not installed; python -m pip install -e .[peers]"
 
 
 class ReferenceModel(nn.Module):
-    """A minimal transformer as users write it in PyTorch: pre-norm, ``scaled_dot_product_attention``, a GELU
-    feed-forward of four times the width, learned absolute positions, and biases in the norms only. It carries no state.
-    With vocabulary V, width D, ``max_length`` T and L layers it has (2 V + T + 2) D + L (12 D^2 + 4 D) parameters."""
+    """A minimal transformer as users write it in PyTorch: pre-norm,
+    ``scaled_dot_product_attention``, a GELU feed-forward of four times the width, learned absolute
+    positions, and biases in the norms only. It carries no state. With vocabulary V, width D,
+    ``max_length`` T and L layers it has (2 V + T + 2) D + L (12 D^2 + 4 D) parameters."""
 
     def __init__(self, *, vocabulary: int, d_model: int, layers: int, heads: int, max_length: int):
         super().__init__()
         self.heads = heads
         matrix, d_hidden = partial(nn.Linear, bias=False), 4 * d_model
-        self.embedding, self.positions = nn.Embedding(vocabulary, d_model), nn.Embedding(max_length, d_model)
+        self.embedding, self.positions = (
+            nn.Embedding(vocabulary, d_model),
+            nn.Embedding(max_length, d_model),
+        )
         self.query_key_value = nn.ModuleList(matrix(d_model, 3 * d_model) for _ in range(layers))
         self.output = nn.ModuleList(matrix(d_model, d_model) for _ in range(layers))
         self.feed_forward = nn.ModuleList(
-            nn.Sequential(matrix(d_model, d_hidden), nn.GELU(), matrix(d_hidden, d_model)) for _ in range(layers)
+            nn.Sequential(matrix(d_model, d_hidden), nn.GELU(), matrix(d_hidden, d_model))
+            for _ in range(layers)
         )
         self.norms = nn.ModuleList(nn.LayerNorm(d_model) for _ in range(2 * layers + 1))
         self.head = matrix(d_model, vocabulary)
@@ -58,8 +66,8 @@ class ReferenceModel(nn.Module):
 
 
 def build_peer(name: str, plan: Plan) -> nn.Module:
-    """The model of a peer in a plan's sizes, which maps bytes ``[B, T]`` to logits ``[B, T, V]``. RuntimeError with the
-    package's message if the package is not installed or raises an error."""
+    """The model of a peer in a plan's sizes, which maps bytes ``[B, T]`` to logits ``[B, T, V]``.
+    RuntimeError with the package's message if the package is not installed or raises an error."""
     m, vocabulary, max_length = plan.model, plan.data["vocabulary"], plan.batch.segment
     if name == REFERENCE:
         return ReferenceModel(
@@ -80,7 +88,9 @@ def build_peer(name: str, plan: Plan) -> nn.Module:
             rotary_pos_emb=True,
             verbose=False,
         )
-        return library.TransformerWrapper(num_tokens=vocabulary, max_seq_len=max_length, attn_layers=decoder)
+        return library.TransformerWrapper(
+            num_tokens=vocabulary, max_seq_len=max_length, attn_layers=decoder
+        )
     except ImportError as error:
         raise RuntimeError(f"{PACKAGES[name]}: {INSTALL} ({error})") from error
     except Exception as error:  # a package's ValueError is no mistake of the user
@@ -102,28 +112,38 @@ class PeerWorker(CostWorker):
     memory = ("train_memory",)
 
     def identity(self) -> dict:
-        """The row's provenance, with the package and its version. ``variant`` is the peer's name."""
+        """The row's provenance, with the package and its version. ``variant`` is the peer's
+        name."""
         row, peer = super().identity(), self.task.peer
         package = PACKAGES.get(peer, "attention-windtunnel")
         if peer:
             config = row["config"] | {"variant": {"name": peer, "package": package}}
-            row |= {"variant": peer, "config": config, "config_hash": config_hash(config, pinned=PINNED)}
+            row |= {
+                "variant": peer,
+                "config": config,
+                "config_hash": config_hash(config, pinned=PINNED),
+            }
         return row | {"package": package, "package_version": version(package)}
 
     def build(self) -> dict:
         """Make the model; return ``facts``."""
         if self.task.peer:
-            build_peer(self.task.peer, self.plan)  # imports the package, so that no peak contains the package itself
+            # imports the package, so that no peak contains the package itself
+            build_peer(self.task.peer, self.plan)
         facts = super().build()
         if self.task.peer:
             self.forward = torch.compile(self.model) if self.runtime.compile else self.model
         return facts
 
     def facts(self) -> dict:
-        """The row's backend and numbers of parameters: all (``total``), and, of ours, those of a byte (``touched``)."""
+        """The row's backend and numbers of parameters: all (``total``), and, of ours, those of a
+        byte (``touched``)."""
         parameters = {"total": sum(p.numel() for p in self.model.parameters())}
         if self.task.peer:
-            return {"parameters": parameters, "backend": "fused" + ", compiled" * self.runtime.compile}
+            return {
+                "parameters": parameters,
+                "backend": "fused" + ", compiled" * self.runtime.compile,
+            }
         touched = {"touched": self.model.touched_parameters()}
         return {"parameters": parameters | touched, "backend": backend_of(self.model, self.runtime)}
 
@@ -133,10 +153,14 @@ class PeerWorker(CostWorker):
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
             return self.step_peak()
         memory = super().train_memory()
-        return {name: memory[name] for name in ("train_peak_bytes", "peak_reserved_bytes", "approximate")}
+        return {
+            name: memory[name]
+            for name in ("train_peak_bytes", "peak_reserved_bytes", "approximate")
+        }
 
     def times(self, quantity: str, *, seconds: float) -> list[float]:
-        """Milliseconds of training steps, made for ``seconds`` but two or more, after an untimed one."""
+        """Milliseconds of training steps, made for ``seconds`` but two or more, after an untimed
+        one."""
         return time_calls(
             self._train,
             synchronise=self.runtime.synchronise,

@@ -1,8 +1,9 @@
-"""Times our variants, a minimal PyTorch transformer (``reference_model``) and x-transformers in turn:
-``python -m bench.peers model=small context=512``.
+"""Times our variants, a minimal PyTorch transformer (``reference_model``) and x-transformers in
+turn: ``python -m bench.peers model=small context=512``.
 
-All train on the same bytes in the same order, with the same width, layers, heads, context, streams, threads, precision
-and AdamW. None has dropout or carried state. Rows go to ``rows=FILE`` or ``outputs/bench/<time>-peers/rows.jsonl``."""
+All train on the same bytes in the same order, with the same width, layers, heads, context, streams,
+threads, precision and AdamW. None has dropout or carried state. Rows go to ``rows=FILE`` or
+``outputs/bench/<time>-peers/rows.jsonl``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ COMMAND_KEYS = tuple(PeerSettings.__dataclass_fields__)
 
 @with_config("peers")
 def main(cfg: DictConfig) -> None:
-    from bench.peer_workers import PeerWorker  # slow imports come after the command line has been parsed
+    # slow imports come after the command line has been parsed
+    from bench.peer_workers import PeerWorker
     from bench.planning import pop_keys
     from bench.rows import row_file
     from bench.tables.costs import peer_tables
@@ -45,7 +47,13 @@ def main(cfg: DictConfig) -> None:
     settings = parse_section(PeerSettings, pop_keys(cfg, *COMMAND_KEYS), key="")
     file = row_file(user_path(cfg.outputs, key="outputs"), command="peers", path=settings.rows)
     entries = make_entries(cfg, settings.variants)
-    measure(entries, worker=PeerWorker, timed=("train",), rounds=settings.rounds, seconds=settings.seconds)
+    measure(
+        entries,
+        worker=PeerWorker,
+        timed=("train",),
+        rounds=settings.rounds,
+        seconds=settings.seconds,
+    )
     rows = [append_row(file, make_row(entry, entries[0])) for entry in entries]
     for table in peer_tables([row | {"read_from": str(file.parent)} for row in rows]):
         print_table(table)
@@ -53,14 +61,18 @@ def main(cfg: DictConfig) -> None:
 
 
 def make_entries(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
-    """An ``Entry`` for each peer and each variant, the reference model first; ValueError for wrong sizes."""
+    """An ``Entry`` for each peer and each variant, the reference model first; ValueError for
+    wrong sizes."""
     from bench.cost_worker import Task
     from bench.peer_workers import PACKAGES
     from bench.planning import recompose, typed_command
     from harness.loop.prepare import make_plan
 
     plans = {name: make_plan(cfg) for name in PACKAGES}
-    plans |= {name: make_plan(recompose("peers", f"variant={name}", pop=COMMAND_KEYS)) for name in variants}
+    plans |= {
+        name: make_plan(recompose("peers", f"variant={name}", pop=COMMAND_KEYS))
+        for name in variants
+    }
     entries = []
     for name, plan in plans.items():
         plan.make_model()  # raises for wrong sizes before anything is measured

@@ -1,7 +1,7 @@
 """Makes plans from a command's configuration, with the checks of a training run.
 
-A command that trains or measures adds its own keys to the configuration of a training run, so it computes what
-``train.py`` would with the same overrides."""
+A command that trains or measures adds its own keys to the configuration of a training run, so it
+computes what ``train.py`` would with the same overrides."""
 
 import json
 import re
@@ -24,7 +24,8 @@ from harness.record import folder
 
 
 def pop_keys(cfg: DictConfig, *names: str) -> dict:
-    """Remove a command's own keys, which a training run lacks, from its configuration; return them as a plain dict."""
+    """Remove a command's own keys, which a training run lacks, from its configuration; return
+    them as a plain dict."""
     OmegaConf.resolve(cfg)  # before the removal, because other keys may refer to the removed ones
     config = OmegaConf.to_container(cfg)
     cfg.merge_with(literal(config))  # they are resolved again with the plan
@@ -34,15 +35,24 @@ def pop_keys(cfg: DictConfig, *names: str) -> dict:
     return {name: config[name] for name in names}
 
 
-def recompose(command: str, *overrides: str, pop: tuple[str, ...] = (), drop: tuple[str, ...] = ()) -> DictConfig:
+def recompose(
+    command: str, *overrides: str, pop: tuple[str, ...] = (), drop: tuple[str, ...] = ()
+) -> DictConfig:
     """Compose a command's configuration again: with the typed overrides, except those of the keys
     ``drop``, followed by ``overrides``. Remove the command's own keys ``pop``."""
     hydra = HydraConfig.get()
     for word in overrides:
-        if re.search(COMMAND_LINE_ONLY, word.partition("=")[0]):  # because an override may come from a file
-            raise ValueError(f"words of {command}: {word}: hydra.* and trust may be set on the command line only")
+        # because an override may come from a file
+        if re.search(COMMAND_LINE_ONLY, word.partition("=")[0]):
+            raise ValueError(
+                f"words of {command}: {word}: hydra.* and trust may be set on the command line only"
+            )
     search_path = [word for word in hydra.overrides.hydra if word.startswith("hydra.searchpath=")]
-    words = [word for word in task_words(hydra) if re.split(r"[=.]", word.lstrip("+~"), maxsplit=1)[0] not in drop]
+    words = [
+        word
+        for word in task_words(hydra)
+        if re.split(r"[=.]", word.lstrip("+~"), maxsplit=1)[0] not in drop
+    ]
     cfg = compose(command, overrides=[*search_path, *words, *overrides])
     if pop:
         pop_keys(cfg, *pop)
@@ -57,8 +67,11 @@ def typed_command(command: str) -> str:
 def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, command: str) -> dict:
     """The keys and values of a row that describe plan, code, data and machine."""
     digests = row_digests(plan.config, trust=plan.trust)
-    config = json.loads(json.dumps(plan.config))  # JSON turns integer keys, such as layer indices, into text
-    origin = summary.origin(plan, corpus=corpus, runtime=runtime, command=command, measuring=True, **digests)
+    # JSON turns integer keys, such as layer indices, into text
+    config = json.loads(json.dumps(plan.config))
+    origin = summary.origin(
+        plan, corpus=corpus, runtime=runtime, command=command, measuring=True, **digests
+    )
     return {"kind": kind, "config": config, **vars(origin)}
 
 

@@ -1,5 +1,5 @@
-"""The tables of README, ``docs/results.md`` and ``docs/gpu.md`` from the rows in ``bench/results``, for
-``bench.front_page``. Each is a list of sections."""
+"""The tables of README, ``docs/results.md`` and ``docs/gpu.md`` from the rows in ``bench/results``,
+for ``bench.front_page``. Each is a list of sections."""
 
 import math
 from collections import Counter
@@ -10,8 +10,23 @@ from pathlib import Path
 import pandas as pd
 
 from bench.cost import dense_peak_flops
-from bench.evidence import LR_FACTORS, best_factor, cell_keys, mechanism, missing_runs, scores_by_factor
-from bench.published_runs import STATE, TEST, PublishedRuns, best_rates, published_means, run_conditions, text_file
+from bench.evidence import (
+    LR_FACTORS,
+    best_factor,
+    cell_keys,
+    mechanism,
+    missing_runs,
+    scores_by_factor,
+)
+from bench.published_runs import (
+    STATE,
+    TEST,
+    PublishedRuns,
+    best_rates,
+    published_means,
+    run_conditions,
+    text_file,
+)
 from bench.tables import read_yaml
 from bench.tables.columns import columns
 from bench.tables.compare import VARIANTS
@@ -25,7 +40,9 @@ from harness.record.schema import flatten
 from harness.record.table import Column, Table, to_markdown
 
 KIB = 2**10
-COMPRESSORS = {"bzip2": "bzip2 -9", "xz": "xz -9e"} | {f"order-{n}": f"order-{n} byte counts" for n in (2, 3, 5)}
+COMPRESSORS = {"bzip2": "bzip2 -9", "xz": "xz -9e"} | {
+    f"order-{n}": f"order-{n} byte counts" for n in (2, 3, 5)
+}
 COST_TABLES = {
     "MFLOP per byte": ("stream", 1e6, "flops.executed_per_byte"),
     "Carried state, KiB": ("stream", KIB, "memory.state_bytes"),
@@ -34,8 +51,8 @@ COST_TABLES = {
     "Generation, ms per byte": ("stream", 1, "time.generate_ms.p50"),
     "Prefill, ms": ("cold", 1, "time.evaluate_ms.p50"),
 }
-"""For each title of a table, the mode of its rows of ``bench.cost``, the divisor of its numbers or the key of the row
-that has it, and their dotted key."""
+"""For each title of a table, the mode of its rows of ``bench.cost``, the divisor of its numbers or
+the key of the row that has it, and their dotted key."""
 GPU_COST_TABLES = {
     "Training step, ms": (1, "time.train_ms.p50"),
     "Forward pass of the whole context, ms": (1, "time.evaluate_ms.p50"),
@@ -51,10 +68,22 @@ PROFILE_TABLES = {
 }
 """For each title of a table, the divisor of its numbers and their dotted key in a row."""
 COST_CONDITIONS = ("device", "threads", "precision", "compile", "allocator", "streams", "segment")
-MEASURES = {"bits per byte": TEST, "carried state, %": STATE, "FLOPs per byte, %": "flops_per_byte.executed"}
+MEASURES = {
+    "bits per byte": TEST,
+    "carried state, %": STATE,
+    "FLOPs per byte, %": "flops_per_byte.executed",
+}
 """The column of the frame for each measure in ``claims.yaml``."""
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "not separated"
-CLAIM_HEADINGS = ["claim", "mechanism, baseline", "measure", "expected", "n", "difference, 95% interval", "verdict"]
+CLAIM_HEADINGS = [
+    "claim",
+    "mechanism, baseline",
+    "measure",
+    "expected",
+    "n",
+    "difference, 95% interval",
+    "verdict",
+]
 LEARNED_ACCURACY = 0.99
 NOT_LEARNED = "not in 6.1 (n=1)"
 RECALL_COLUMNS = (
@@ -71,7 +100,8 @@ RECALL_COLUMNS = (
 
 
 def readme_table(folder: Path) -> str:
-    """README's table: a row for each mechanism in ``readme`` of ``variants.yaml``; and the missing runs."""
+    """README's table: a row for each mechanism in ``readme`` of ``variants.yaml``; and the
+    missing runs."""
     means = published_means(PublishedRuns(text_file(folder)).finished)
     table = scores_table(means, "readme", names=VARIANTS["readme"])
     return to_markdown(table) + missing_note(folder / "text.jsonl", "text_seeds")
@@ -91,24 +121,32 @@ def results_sections(folder: Path) -> str:
 
 
 def gpu_sections(path: Path) -> str:
-    """The tables of a file of rows of GPUs: runs of equal seconds, runs of equal bytes, costs and profiles."""
+    """The tables of a file of rows of GPUs: runs of equal seconds, runs of equal bytes, costs
+    and profiles."""
     costs = read_costs(path, "variant", "length", "compile", "streams", "segment", kind="cost")
     profiles = [row for row in read_rows(path) if row.get("kind") == "profile"]
     tables = [gpu_table(path, unit=unit) for unit in ("seconds", "bytes")]
-    tables += [quantity_table(title, costs, *quantity) for title, quantity in GPU_COST_TABLES.items()]
-    tables += [quantity_table(title, profiles, *quantity) for title, quantity in PROFILE_TABLES.items()]
+    tables += [
+        quantity_table(title, costs, *quantity) for title, quantity in GPU_COST_TABLES.items()
+    ]
+    tables += [
+        quantity_table(title, profiles, *quantity) for title, quantity in PROFILE_TABLES.items()
+    ]
     return "\n\n".join(to_markdown(table) for table in tables if table.rows)
 
 
 def missing_note(path: Path, *stages: str) -> str:
-    """A paragraph with the number of missing runs of each mechanism in stages of ``bench.evidence``, if there are any."""
+    """A paragraph with the number of missing runs of each mechanism in stages of
+    ``bench.evidence``, if there are any."""
     counts = Counter(run["variant"] for run in missing_runs(path, *stages))
     names = ", ".join(f"`{name}` ({count})" for name, count in counts.items())
     commands = ", ".join(f"`python -m bench.evidence stage={stage}`" for stage in stages)
     return f"\n\nRuns that are missing ({commands}): {names}." if counts else ""
 
 
-def mechanism_table(cells: Mapping[str, Mapping[str, object]], headings: Sequence[str], **attributes: str) -> Table:
+def mechanism_table(
+    cells: Mapping[str, Mapping[str, object]], headings: Sequence[str], **attributes: str
+) -> Table:
     """``text_table`` with a row per mechanism; a cell that a mechanism lacks is empty."""
     rows = [[name, *(row.get(heading, "") for heading in headings)] for name, row in cells.items()]
     return text_table(["mechanism", *headings], rows, **attributes)
@@ -121,10 +159,15 @@ def text_table(headings: Sequence[str], rows: Sequence[Sequence], **attributes: 
 
 
 def scores_table(
-    means: Sequence[dict], section: str, *, names: Sequence[str] | None = None, notes: Sequence[str] = ()
+    means: Sequence[dict],
+    section: str,
+    *,
+    names: Sequence[str] | None = None,
+    notes: Sequence[str] = (),
 ) -> Table:
-    """The table of ``published_means`` with the columns of a section of ``columns.yaml``, of all mechanisms or of
-    ``names``. ``growth`` is the difference in parameters from the baseline, in percent."""
+    """The table of ``published_means`` with the columns of a section of ``columns.yaml``, of all
+    mechanisms or of ``names``. ``growth`` is the difference in parameters from the baseline, in
+    percent."""
     sizes = {row["variant"]: row["parameters.total"] for row in means}
     for row in means:
         if size := sizes.get(row.get("baseline", row["variant"])):
@@ -134,21 +177,34 @@ def scores_table(
 
 
 def bits_tables(path: Path, *, best: bool = False) -> Iterator[Table]:
-    """Scores and costs of mechanisms, with ``best`` at the learning rate of each seed that scored best on valid; below
-    them scores of compressors, the pooled variance, runs without a score, and machines."""
+    """Scores and costs of mechanisms, with ``best`` at the learning rate of each seed that scored
+    best on valid; below them scores of compressors, the pooled variance, runs without a score,
+    and machines."""
     runs = PublishedRuns(path)
     shown = best_rates(runs.finished) if best else runs.finished
     means = published_means(shown)
-    compressors = next((row["compressors"]["test"] for row in shown["row"] if row["compressors"].get("test")), {})
-    scores = ", ".join(f"{COMPRESSORS[name]} {bits:.4f}" for name, bits in compressors.items() if name in COMPRESSORS)
+    compressors = next(
+        (row["compressors"]["test"] for row in shown["row"] if row["compressors"].get("test")), {}
+    )
+    scores = ", ".join(
+        f"{COMPRESSORS[name]} {bits:.4f}"
+        for name, bits in compressors.items()
+        if name in COMPRESSORS
+    )
     notes = [f"Test: {scores}"]
     pooled = pooled_variance(shown.pivot(index="seed", columns="variant", values=TEST))
     if pooled.freedom:
         deviation = f"{math.sqrt(pooled.variance):.4f}, {pooled.freedom} degrees of freedom"
-        notes.append(f"Standard deviation of a difference between two runs of one seed: {deviation}")
+        notes.append(
+            f"Standard deviation of a difference between two runs of one seed: {deviation}"
+        )
     unscored = runs.frame[runs.frame["status"] != "finished"]
-    notes += [f"`{run.variant}`, seed {run.seed:.0f}: {run.status}" for run in unscored.itertuples()]
-    machines = {f"{row['device']}, {row['threads']} thread, {row['precision']}" for row in runs.frame["row"]}
+    notes += [
+        f"`{run.variant}`, seed {run.seed:.0f}: {run.status}" for run in unscored.itertuples()
+    ]
+    machines = {
+        f"{row['device']}, {row['threads']} thread, {row['precision']}" for row in runs.frame["row"]
+    }
     notes += [f"Machine: {machine}" for machine in sorted(machines)]
     yield scores_table(means, "scores", notes=notes)
 
@@ -163,7 +219,9 @@ def bytes_tables(path: Path) -> Iterator[Table]:
         headings.append(heading)
         for row in published_means(group):
             cells.setdefault(f"`{row['variant']}`", {})[heading] = f"{row[TEST]:.4f} (n={row['n']})"
-    figure = "![Bits per byte on test against training FLOPs, seconds and carried state](text_bytes.png)"
+    figure = (
+        "![Bits per byte on test against training FLOPs, seconds and carried state](text_bytes.png)"
+    )
     yield mechanism_table(cells, headings, caption=figure)
 
 
@@ -172,17 +230,26 @@ def context_tables(path: Path) -> Iterator[Table]:
     cells = {}
     headings: list[str] = []
     for row in published_means(PublishedRuns(path).finished):
-        curves = [(run.get("evaluation") or {}).get("context_curve") or [] for run in row["runs"]["row"]]
+        curves = [
+            (run.get("evaluation") or {}).get("context_curve") or [] for run in row["runs"]["row"]
+        ]
         if entries := sum(curves, []):
-            means = pd.DataFrame(entries).groupby(["from_bytes", "to_bytes"])["bits_per_byte"].mean()
-            headings = [f"{low:,}" if low == high else f"{low:,} to {high:,}" for low, high in means.index]
-            cells[f"`{row['variant']}`"] = dict(zip(headings, means.map("{:.3f}".format), strict=True))
+            means = (
+                pd.DataFrame(entries).groupby(["from_bytes", "to_bytes"])["bits_per_byte"].mean()
+            )
+            headings = [
+                f"{low:,}" if low == high else f"{low:,} to {high:,}" for low, high in means.index
+            ]
+            cells[f"`{row['variant']}`"] = dict(
+                zip(headings, means.map("{:.3f}".format), strict=True)
+            )
     yield mechanism_table(cells, headings)
 
 
 def claims_table(runs: pd.DataFrame) -> Table:
-    """A table of the claims of ``bench/claims.yaml``. The mean of each difference over common seeds has a 95% interval,
-    of bits by the pooled variance; it is not corrected for the number of claims."""
+    """A table of the claims of ``bench/claims.yaml``. The mean of each difference over common seeds
+    has a 95% interval, of bits by the pooled variance; it is not corrected for the number of
+    claims."""
     bits = pooled_variance(runs.pivot(index="seed", columns="variant", values=TEST))
     rows = []
     for claim in read_yaml("claims.yaml"):
@@ -191,29 +258,45 @@ def claims_table(runs: pd.DataFrame) -> Table:
             all_seeds = seed_differences(runs, part["variant"], part["baseline"], part["measure"])
             scored, margin = all_seeds.dropna().tolist(), part.get("margin", 0.0)
             pooled = None if part["measure"].endswith("%") else bits
-            verdict, interval = judge(scored, expected=part["expected"], margin=margin, pooled=pooled)
-            n = f"{len(scored)}, {all_seeds.isna().sum()} without a score" if all_seeds.hasnans else str(len(scored))
+            verdict, interval = judge(
+                scored, expected=part["expected"], margin=margin, pooled=pooled
+            )
+            n = (
+                f"{len(scored)}, {all_seeds.isna().sum()} without a score"
+                if all_seeds.hasnans
+                else str(len(scored))
+            )
             names = f"`{part['variant']}`, `{part['baseline']}`"
-            expected = f"-{margin:g} to {margin:g}" if part["expected"] == "equal" else f"below {margin:g}"
+            expected = (
+                f"-{margin:g} to {margin:g}" if part["expected"] == "equal" else f"below {margin:g}"
+            )
             parts.append(["", names, part["measure"], expected, n, interval, verdict])
             verdicts.append(verdict)
-        overall = next((verdict for verdict in (FAILS, TOO_FEW, UNDECIDED) if verdict in verdicts), HOLDS)
+        overall = next(
+            (verdict for verdict in (FAILS, TOO_FEW, UNDECIDED) if verdict in verdicts), HOLDS
+        )
         rows += [[f"**{claim['claim']}**", *[""] * 5, f"**{overall}**"], *parts]
     return text_table(CLAIM_HEADINGS, rows)
 
 
 def seed_differences(runs: pd.DataFrame, variant: str, baseline: str, measure: str) -> pd.Series:
-    """For each common seed the difference from the baseline, in bits or in percent; NaN if a run has no number."""
+    """For each common seed the difference from the baseline, in bits or in percent; NaN if a run
+    has no number."""
     column = MEASURES[measure]
-    columns = [runs[runs["variant"] == name].set_index("seed")[column] for name in (variant, baseline)]
+    columns = [
+        runs[runs["variant"] == name].set_index("seed")[column] for name in (variant, baseline)
+    ]
     compared, base = pd.concat(columns, axis=1, join="inner").sort_index().T.to_numpy()
     return pd.Series(100 * (compared / base - 1) if measure.endswith("%") else compared - base)
 
 
-def judge(differences: list[float], *, expected: str, margin: float, pooled: Pooled | None = None) -> tuple[str, str]:
-    """The verdict on the mean of differences, and the mean with its 95% interval as text. The mean is expected below
-    the margin (``lower``), or between minus and plus the margin (``equal``). ``HOLDS``: the whole interval lies in this
-    range. ``FAILS``: it lies outside. ``UNDECIDED``: neither. ``TOO_FEW``: fewer than ``MIN_SEEDS`` differences."""
+def judge(
+    differences: list[float], *, expected: str, margin: float, pooled: Pooled | None = None
+) -> tuple[str, str]:
+    """The verdict on the mean of differences, and the mean with its 95% interval as text. The mean
+    is expected below the margin (``lower``), or between minus and plus the margin (``equal``).
+    ``HOLDS``: the whole interval lies in this range. ``FAILS``: it lies outside. ``UNDECIDED``:
+    neither. ``TOO_FEW``: fewer than ``MIN_SEEDS`` differences."""
     if len(differences) < 2:
         return TOO_FEW, "".join(f"{difference:+.4f}" for difference in differences)
     estimate = estimate_mean(differences, pooled)
@@ -222,11 +305,15 @@ def judge(differences: list[float], *, expected: str, margin: float, pooled: Poo
     verdict = FAILS if low >= margin or high <= min_expected else UNDECIDED
     if min_expected < low and high < margin:
         verdict = HOLDS
-    return verdict if estimate.n >= MIN_SEEDS else TOO_FEW, f"{estimate.mean:+.4f} ± {estimate.half_width:.4f}"
+    return (
+        verdict if estimate.n >= MIN_SEEDS else TOO_FEW,
+        f"{estimate.mean:+.4f} ± {estimate.half_width:.4f}",
+    )
 
 
 def copied_bits(row: dict) -> dict[str, float]:
-    """The bits of an answer on test in a row of ``published_means``, by its label, such as a distance."""
+    """The bits of an answer on test in a row of ``published_means``, by its label, such as a
+    distance."""
     prefix = "test_bits_per_copy."
     return {key.removeprefix(prefix): bits for key, bits in row.items() if key.startswith(prefix)}
 
@@ -234,20 +321,29 @@ def copied_bits(row: dict) -> dict[str, float]:
 def copy_tables(path: Path) -> Iterator[Table]:
     """A table of bits of a copied byte by distance, the largest distances first."""
     means = {row["variant"]: row for row in published_means(PublishedRuns(path).finished)}
-    frame = pd.DataFrame({name: copied_bits(row) for name, row in means.items()}).T.rename(columns=int)
+    frame = pd.DataFrame({name: copied_bits(row) for name, row in means.items()}).T.rename(
+        columns=int
+    )
     frame = frame.sort_index(axis=1)
-    ordered = frame.sort_values(by=[*frame.columns], key=lambda bits: bits >= REACHED_BITS, kind="stable")
+    ordered = frame.sort_values(
+        by=[*frame.columns], key=lambda bits: bits >= REACHED_BITS, kind="stable"
+    )
     texts = ordered.map("{:.3f}".format).rename(columns="{:,}".format)
     cells = {f"`{name}`": {"n": means[name]["n"], **row} for name, row in texts.iterrows()}
     yield mechanism_table(cells, ["n", *texts.columns])
 
 
 def recall_tables(path: Path) -> Iterator[Table]:
-    """A table of ``RECALL_COLUMNS``: accuracy by number of keys at the learning rate that scored best on valid. With 8
-    keys also the training bytes of the first validation at ``LEARNED_ACCURACY``: "rate at an end" without one, if the
-    best rate does not lie between others."""
+    """A table of ``RECALL_COLUMNS``: accuracy by number of keys at the learning rate that scored
+    best on valid. With 8 keys also the training bytes of the first validation at
+    ``LEARNED_ACCURACY``: "rate at an end" without one, if the best rate does not lie between
+    others."""
     scores, table = scores_by_factor(path), {}
-    rows = [row for row in read_rows(path) if "seed=0" in row["cell"] and row["summary"].get("test_answer_accuracy")]
+    rows = [
+        row
+        for row in read_rows(path)
+        if "seed=0" in row["cell"] and row["summary"].get("test_answer_accuracy")
+    ]
     rows = [row for row in rows if row["summary"]["check"] not in INCOMPARABLE_CHECKS]
     for row in sorted(rows, key=lambda row: -row["summary"]["valid_bits_per_byte"]):  # best last
         name, summary = mechanism(row["cell"]), row["summary"]
@@ -271,10 +367,13 @@ def recall_tables(path: Path) -> Iterator[Table]:
 
 
 def skills_tables(path: Path) -> Iterator[Table]:
-    """A table of mean bits of an answer: a row per mechanism or predictor of ``skill_baselines.yaml``, and a column per
-    skill and its answers. Rows are sorted by the mean over skills of each skill's mean: the lowest first, incomplete
-    rows last."""
-    rows = {name: flatten(bits, separator=", ") for name, bits in read_yaml("skill_baselines.yaml").items()}
+    """A table of mean bits of an answer: a row per mechanism or predictor of
+    ``skill_baselines.yaml``, and a column per skill and its answers. Rows are sorted by the mean
+    over skills of each skill's mean: the lowest first, incomplete rows last."""
+    rows = {
+        name: flatten(bits, separator=", ")
+        for name, bits in read_yaml("skill_baselines.yaml").items()
+    }
     headings: set[str] = set()
     for skill, group in best_rates(PublishedRuns(path).finished).groupby("corpus"):
         for row in published_means(group):
@@ -284,21 +383,34 @@ def skills_tables(path: Path) -> Iterator[Table]:
     ordered = sorted(headings, key=lambda heading: (heading.split()[0], len(heading), heading))
     frame = pd.DataFrame(rows).T[ordered]
     means = frame.T.groupby(lambda heading: heading.partition(",")[0]).mean().mean(skipna=False)
-    texts = frame.loc[means.sort_values(kind="stable").index].map("{:.3f}".format, na_action="ignore").fillna("")
+    texts = (
+        frame.loc[means.sort_values(kind="stable").index]
+        .map("{:.3f}".format, na_action="ignore")
+        .fillna("")
+    )
     yield mechanism_table(dict(texts.iterrows()), ordered)
 
 
 def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
-    """The rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in other ``COST_CONDITIONS``."""
-    rows, common = [row for row in read_rows(path) if chosen.items() <= row.items()], {*COST_CONDITIONS} - {*keys}
-    names, conditions = ({tuple(row.get(key) for key in group) for row in rows} for group in (keys, common))
+    """The rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in other
+    ``COST_CONDITIONS``."""
+    rows, common = (
+        [row for row in read_rows(path) if chosen.items() <= row.items()],
+        {*COST_CONDITIONS} - {*keys},
+    )
+    names, conditions = (
+        {tuple(row.get(key) for key in group) for row in rows} for group in (keys, common)
+    )
     if len(conditions) > 1 or len(names) < len(rows):
-        raise ValueError(f"{path}: rows repeat a {' and '.join(keys)}, or differ in {', '.join(COST_CONDITIONS)}")
+        raise ValueError(
+            f"{path}: rows repeat a {' and '.join(keys)}, or differ in {', '.join(COST_CONDITIONS)}"
+        )
     return rows
 
 
 def cost_tables(path: Path) -> Iterator[Table]:
-    """A table for each quantity of ``COST_TABLES``: a row per mechanism, a column per span or, in mode cold, length."""
+    """A table for each quantity of ``COST_TABLES``: a row per mechanism, a column per span or,
+    in mode cold, length."""
     rows = {"stream": read_costs(path, "variant", "length", mode="stream")}
     rows["cold"] = read_costs(path, "variant", "length", "segment", mode="cold")
     for title, (mode, divisor, key) in COST_TABLES.items():
@@ -306,9 +418,11 @@ def cost_tables(path: Path) -> Iterator[Table]:
         yield quantity_table(title, rows[mode], divisor, key, caption=missing)
 
 
-def quantity_table(title: str, rows: Sequence[dict], divisor: float | str, key: str, *, caption: str = "") -> Table:
-    """A table of a quantity: a row per mechanism, a column per length, and another if compiled. ``divisor`` is a number
-    or the key of one."""
+def quantity_table(
+    title: str, rows: Sequence[dict], divisor: float | str, key: str, *, caption: str = ""
+) -> Table:
+    """A table of a quantity: a row per mechanism, a column per length, and another if compiled.
+    ``divisor`` is a number or the key of one."""
     columns = sorted({(row.get("compile", False), row["length"]) for row in rows})
     headings = {column: f"{column[1]:,}{' compiled' * column[0]}" for column in columns}
     cells: dict[str, dict[str, str]] = {}
@@ -317,27 +431,37 @@ def quantity_table(title: str, rows: Sequence[dict], divisor: float | str, key: 
         number = (cost or 0) / row.get(divisor, divisor)
         shown = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
         heading = headings[row.get("compile", False), row["length"]]
-        cells.setdefault(f"`{row['variant']}`", {})[heading] = row["status"] if cost is None else shown
+        cells.setdefault(f"`{row['variant']}`", {})[heading] = (
+            row["status"] if cost is None else shown
+        )
     return mechanism_table(cells, list(headings.values()), title=title, caption=caption)
 
 
 def speed_tables(path: Path) -> Iterator[Table]:
-    """Training speed of each implementation, and its ratio to the reference model's: median and range over rounds.
-    ValueError if rows repeat a name or differ in ``COST_CONDITIONS``."""
+    """Training speed of each implementation, and its ratio to the reference model's: median and
+    range over rounds. ValueError if rows repeat a name or differ in ``COST_CONDITIONS``."""
     rows = [row.to_dict() for _, row in frame_of(read_costs(path, "name")).iterrows()]
     yield make_table(rows, columns("speeds"))
 
 
 def gpu_table(path: Path, *, unit: str) -> Table:
-    """A table of runs on a GPU with a budget in ``unit``, the best on valid first, with bzip2 as the last row.
-    ValueError if rows repeat a variant, differ in conditions, or are of a run without a score."""
+    """A table of runs on a GPU with a budget in ``unit``, the best on valid first, with bzip2 as
+    the last row. ValueError if rows repeat a variant, differ in conditions, or are of a run
+    without a score."""
     trained = [row for row in read_rows(path) if unit in row.get("summary", {}).get("budget", {})]
     runs = frame_of(trained)
     conditions = {(row["device"], row["seed"], run_conditions(row)) for row in runs["row"]}
-    unscored = any(row["status"] != "finished" or row["check"] in INCOMPARABLE_CHECKS for row in runs["row"])
+    unscored = any(
+        row["status"] != "finished" or row["check"] in INCOMPARABLE_CHECKS for row in runs["row"]
+    )
     if len(conditions) > 1 or unscored or len({row["variant"] for row in runs["row"]}) < len(runs):
-        raise ValueError(f"{path}: rows repeat a variant, differ in device, seed or conditions, or have no score")
-    rows = [run.dropna().to_dict() for _, run in runs.sort_values("valid_bits_per_byte", kind="stable").iterrows()]
+        raise ValueError(
+            f"{path}: rows repeat a variant, differ in device, seed or conditions, or have no score"
+        )
+    rows = [
+        run.dropna().to_dict()
+        for _, run in runs.sort_values("valid_bits_per_byte", kind="stable").iterrows()
+    ]
     for row in rows:
         row["name"] = f"`{row['variant']}`"
         if peak := dense_peak_flops(row["row"]["device"], row["row"]["precision"]):
@@ -349,11 +473,13 @@ def gpu_table(path: Path, *, unit: str) -> Table:
 
 
 def learning_rate_tables(path: Path) -> Iterator[Table]:
-    """A table of bits per byte on valid by learning rate factor; the best score of each mechanism is bold. ValueError
-    if runs differ in seed or conditions, or repeat a factor."""
+    """A table of bits per byte on valid by learning rate factor; the best score of each mechanism
+    is bold. ValueError if runs differ in seed or conditions, or repeat a factor."""
     rows = [row["summary"] | {"cell": row["cell"]} for row in read_rows(path)]
     if len({(row["seed"], run_conditions(row)) for row in rows}) > 1:
-        raise ValueError(f"{path}: rows differ in seed, options, data, protocol, budget, precision or numerics")
+        raise ValueError(
+            f"{path}: rows differ in seed, options, data, protocol, budget, precision or numerics"
+        )
     scores, cells = scores_by_factor(path), {}
     for name, bits in scores.items():
         best = min(bits, key=bits.get)
@@ -381,5 +507,6 @@ SECTIONS = (
     ("Learning rates", "rates", learning_rate_tables),
     ("Learning rates over all bytes", "rates_full", learning_rate_tables),
 )
-"""Title, file and tables of each section of ``docs/results.md``, and the stages of ``bench.evidence`` that it waits for."""
+"""Title, file and tables of each section of ``docs/results.md``, and the stages of
+``bench.evidence`` that it waits for."""
 LEFT_COLUMNS = {"Claims of the papers": 4}  # number of columns of texts, where it is not 1

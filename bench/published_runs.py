@@ -16,14 +16,16 @@ from harness.record.rows import read_rows
 
 REFERENCE = VARIANTS["reference"]
 TEST, STATE = "test_bits_per_byte", "memory.state_bytes"
-published_means = partial(mean_rows, by="variant", split="test", baselines=VARIANTS["baselines"], reference=REFERENCE)
+published_means = partial(
+    mean_rows, by="variant", split="test", baselines=VARIANTS["baselines"], reference=REFERENCE
+)
 """``mean_rows`` of mechanisms on test, each compared with the one that has the same positions."""
 
 
 class PublishedRuns:
-    """The runs in a file of ``bench.evidence``: ``frame`` has all of them, without numbers of those that did not finish,
-    and ``finished`` the others. ValueError if two rows are of one run, or runs of equal data and budget differ in
-    ``run_conditions``."""
+    """The runs in a file of ``bench.evidence``: ``frame`` has all of them, without numbers of those
+    that did not finish, and ``finished`` the others. ValueError if two rows are of one run, or runs
+    of equal data and budget differ in ``run_conditions``."""
 
     def __init__(self, path: Path):
         frame = frame_of(read_rows(path))
@@ -39,34 +41,46 @@ class PublishedRuns:
         numbers = frame.select_dtypes("number").columns.difference(["seed", "lr_factor"])
         frame.loc[~finished, numbers] = math.nan
         for _, group in frame[finished].groupby(["corpus", "budget"], dropna=False):
-            if group["conditions"].nunique() > 1 or group.duplicated(["variant", "seed", "lr_factor"]).any():
+            if (
+                group["conditions"].nunique() > 1
+                or group.duplicated(["variant", "seed", "lr_factor"]).any()
+            ):
                 conditions = "\n".join(sorted(group["conditions"].unique()))
                 differences = "options, data, protocol, budget, precision or numerics"
-                raise ValueError(f"{path}: rows repeat a run, or differ in {differences}:\n{conditions}")
+                raise ValueError(
+                    f"{path}: rows repeat a run, or differ in {differences}:\n{conditions}"
+                )
         self.frame = frame
         self.finished = frame[finished]
 
 
 def run_conditions(row: dict) -> str:
-    """Conditions that must be equal in all runs of a table, as text, without context and span, which models set."""
+    """Conditions that must be equal in all runs of a table, as text, without context and span,
+    which models set."""
     cell = cell_keys(row)
-    words = {key: value for key, value in cell.items() if key not in ("variant", "seed", "data", *LR_FACTORS)}
-    protocol = {key: value for key, value in row["protocol"].items() if key not in ("context", "span")}
+    words = {
+        key: value
+        for key, value in cell.items()
+        if key not in ("variant", "seed", "data", *LR_FACTORS)
+    }
+    protocol = {
+        key: value for key, value in row["protocol"].items() if key not in ("context", "span")
+    }
     common = [words, protocol, *(row.get(key) for key in ("budget", "capped", "precision"))]
     return json.dumps([*common, row["data"]["sha256"], row["numerics"]["shared"]], sort_keys=True)
 
 
 def text_file(folder: Path) -> Path:
-    """The file of the runs on text: those with windows in a permutation, or until these exist the older ones with
-    windows drawn at random."""
+    """The file of the runs on text: those with windows in a permutation, or until these exist the
+    older ones with windows drawn at random."""
     path = folder / "text.jsonl"
     has_reference = any(row["summary"]["variant"] == REFERENCE for row in read_rows(path))
     return path if has_reference else folder / "front_page.jsonl"
 
 
 def best_rates(runs: pd.DataFrame) -> pd.DataFrame:
-    """The run of each mechanism, seed and corpus whose learning rate scored best on valid. If a corpus has mechanisms
-    with ``MIN_FACTORS`` rates, only these."""
+    """The run of each mechanism, seed and corpus whose learning rate scored best on valid. If a
+    corpus has mechanisms with ``MIN_FACTORS`` rates, only these."""
     corpus = runs["corpus"].fillna("")
     rates = runs.groupby([corpus, "variant"])["lr_factor"].transform("nunique")
     most = rates.groupby(corpus).transform("max")

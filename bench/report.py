@@ -1,8 +1,10 @@
-"""Writes tables, figures and a page from rows: ``python -m bench.report [folders] [--out outputs/report]``.
+"""Writes tables, figures and a page from rows: ``python -m bench.report [folders] [--out
+outputs/report]``.
 
-It reads run folders and rows of ``bench.cost`` and ``bench.peers``. Comparable rows share a table. Each table becomes
-a CSV file, each figure a PNG and an SVG file. One ``index.html``, which can be opened from disk, has all of them.
-``runs.csv`` has the unrounded scores and costs of every run. Rows that are not shown are listed with the reason."""
+It reads run folders and rows of ``bench.cost`` and ``bench.peers``. Comparable rows share a table.
+Each table becomes a CSV file, each figure a PNG and an SVG file. One ``index.html``, which can be
+opened from disk, has all of them. ``runs.csv`` has the unrounded scores and costs of every run.
+Rows that are not shown are listed with the reason."""
 
 import argparse
 import shlex
@@ -26,21 +28,30 @@ from harness.record.table import Table, escape_formula, one_line, print_table, t
 
 TITLE = "attention-windtunnel report"
 LIMITATIONS = (
-    "Limitations: models are small and budgets short compared to published ones. Text is read as bytes, mostly of one "
-    "corpus (English Wikipedia). A result at one size may not hold at another. A row with n = 1 has no interval. "
-    "Times on a CPU depend on other programs of the machine. docs/metrics.md and docs/statistics.md have more."
+    "Limitations: models are small and budgets short compared to published ones. Text is read as "
+    "bytes, mostly of one corpus (English Wikipedia). A result at one size may not hold at "
+    "another. A row with n = 1 has no interval. Times on a CPU depend on other programs of the "
+    "machine. docs/metrics.md and docs/statistics.md have more."
 )
-CONTENTS = "contents.txt"  # lists the files of a report, so that a later report in the same folder can remove them
+# lists the files of a report, so that a later report in the same folder can remove them
+CONTENTS = "contents.txt"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Parse ``words``, write the report and return the exit code: 0, or that of an error (2 for a user's mistake)."""
-    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__.partition("\n")[0])
+    """Parse ``words``, write the report and return the exit code: 0, or that of an error (2 for
+    a user's mistake)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report", description=__doc__.partition("\n")[0]
+    )
     about = "folders with runs and rows at any depth (default: outputs)"
     parser.add_argument("folders", nargs="*", default=["outputs"], help=about)
-    parser.add_argument("--out", default="outputs/report", help="folder to write to (default: %(default)s)")
+    parser.add_argument(
+        "--out", default="outputs/report", help="folder to write to (default: %(default)s)"
+    )
     options = parser.parse_args(words)
-    command = shlex.join(["python", "-m", "bench.report", *(sys.argv[1:] if words is None else words)])
+    command = shlex.join(
+        ["python", "-m", "bench.report", *(sys.argv[1:] if words is None else words)]
+    )
     try:
         rows = Rows([*map(Path, options.folders)])
         if rows.frame.empty:
@@ -54,8 +65,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
-    """Write the report into the folder ``out``, print the tables of means, and yield the path of each file. ValueError
-    if ``out`` cannot be a folder, StorageFailure if a file cannot be written."""
+    """Write the report into the folder ``out``, print the tables of means, and yield the path of
+    each file. ValueError if ``out`` cannot be a folder, StorageFailure if a file cannot be
+    written."""
     from bench.tables.figures import draw_all  # matplotlib takes a second to import
 
     try:
@@ -68,13 +80,18 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
             files["runs.csv"] = runs_csv(runs)
         files |= {f"figures/{drawing.name}.png": drawing.png for drawing in drawings}
         files |= {f"figures/{drawing.name}.svg": drawing.svg for drawing in drawings}
-        files["index.html"] = page_of(TITLE, tables=tables, drawings=drawings, notes=_notes(rows), commands=commands)
+        files["index.html"] = page_of(
+            TITLE, tables=tables, drawings=drawings, notes=_notes(rows), commands=commands
+        )
         for table in tables:
             if table.name.startswith("runs-"):
                 print_table(replace(for_terminal(table), notes=()))
         for name, content in files.items():
             # Texts from JSON may have a lone surrogate, which UTF-8 cannot encode.
-            write_atomically(out / name, content.encode("utf-8", "replace") if isinstance(content, str) else content)
+            write_atomically(
+                out / name,
+                content.encode("utf-8", "replace") if isinstance(content, str) else content,
+            )
             yield f"{out / name}"
         _remove_older(out, written=set(files))
     except StorageFailure:
@@ -85,33 +102,44 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
 def all_tables(rows: Rows) -> list[Table]:
     """Tables of runs, costs and peers."""
-    costs, peers = (rows.frame["row"][rows.frame["kind"] == kind].tolist() for kind in BENCH_COMMANDS)
+    costs, peers = (
+        rows.frame["row"][rows.frame["kind"] == kind].tolist() for kind in BENCH_COMMANDS
+    )
     return [*run_tables(rows), *cost_tables(costs), *peer_tables(peers)]
 
 
 def runs_csv(runs: pd.DataFrame) -> str:
     """A CSV of the frame's texts and numbers, unrounded, with a row for each run."""
     runs = runs.drop(columns=["row", "kind"]).dropna(axis=1, how="all")
-    return runs.map(lambda value: escape_formula(value) if isinstance(value, str) else value).to_csv(index=False)
+    return runs.map(
+        lambda value: escape_formula(value) if isinstance(value, str) else value
+    ).to_csv(index=False)
 
 
 def _notes(rows: Rows) -> list[str]:
     """What was read, what was omitted, and limitations."""
     kinds = rows.frame["kind"].value_counts()
     counts = [pluralize(kinds["run"], "finished run")] if "run" in kinds else []
-    counts += [f"{pluralize(kinds[kind], 'row')} of bench.{kind}" for kind in BENCH_COMMANDS if kind in kinds]
+    counts += [
+        f"{pluralize(kinds[kind], 'row')} of bench.{kind}"
+        for kind in BENCH_COMMANDS
+        if kind in kinds
+    ]
     notes = [f"Read from {pluralize(rows.files, 'file')}: {', '.join(counts)}."]
     return [*notes, *(f"{line[0].upper()}{line[1:]}" for line in rows.omitted), LIMITATIONS]
 
 
 def _remove_older(out: Path, *, written: set[str]) -> None:
-    """Remove the files of an earlier report that this one did not write, and list the files of this one."""
+    """Remove the files of an earlier report that this one did not write, and list the files of
+    this one."""
     contents = out / CONTENTS
     for name in contents.read_text(encoding="utf-8").splitlines() if contents.exists() else []:
         parts = Path(name).parts
         if name not in written and parts and ".." not in parts and not Path(name).is_absolute():
             (out / name).unlink(missing_ok=True)
-    write_atomically(contents, "".join(f"{name}\n" for name in sorted(written)).encode("utf-8", "replace"))
+    write_atomically(
+        contents, "".join(f"{name}\n" for name in sorted(written)).encode("utf-8", "replace")
+    )
 
 
 if __name__ == "__main__":

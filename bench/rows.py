@@ -1,5 +1,6 @@
-"""Files of rows that commands of ``bench`` write and the report reads. A row is a JSON object with its whole
-provenance, so that its reader needs no other file. ``harness.record.comparison`` decides which are comparable."""
+"""Files of rows that commands of ``bench`` write and the report reads. A row is a JSON object with
+its whole provenance, so that its reader needs no other file. ``harness.record.comparison``
+decides which are comparable."""
 
 import time
 from itertools import count
@@ -12,8 +13,8 @@ ROWS = "rows.jsonl"  # in a new folder for each call of a command
 
 def row_file(outputs: Path, *, command: str, path: str | None = None) -> Path:
     """The file that a command adds rows to: ``path``, or by default
-    ``<outputs>/<time>-<command>/rows.jsonl``. ValueError naming ``rows`` or ``outputs`` if it cannot
-    be written."""
+    ``<outputs>/<time>-<command>/rows.jsonl``. ValueError naming ``rows`` or ``outputs`` if it
+    cannot be written."""
     if path:
         key = f"rows={path}"
         file = user_path(path, key="rows")

@@ -1,7 +1,9 @@
-"""Checks every shipped variant, and lists the files of ``variants/`` in ``shipped.json``: ``python -m bench.shipped``.
+"""Checks every shipped variant, and lists the files of ``variants/`` in ``shipped.json``: ``python
+-m bench.shipped``.
 
-Variants are checked with their defaults, at small sizes and at those of a run, so that ``train.py`` need not check the
-listed files. If a promise is broken, the exit code is 1 and nothing is listed."""
+Variants are checked with their defaults, at small sizes and at those of a run, so that ``train.py``
+need not check the listed files. If a promise is broken, the exit code is 1 and nothing is
+listed."""
 
 import json
 import sys
@@ -19,9 +21,16 @@ from harness.source import ROOT
 
 
 def listing() -> dict[str, str]:
-    """The SHA-256 of each Python and C++ file below ``variants/`` except the conformance suite, by path."""
-    files = (path for path in sorted((ROOT / "variants").rglob("*")) if path.suffix in (".py", ".cpp"))
-    return {str(path.relative_to(ROOT)): sha256_of(path) for path in files if CONFORMANCE not in path.parents}
+    """The SHA-256 of each Python and C++ file below ``variants/`` except the conformance suite,
+    by path."""
+    files = (
+        path for path in sorted((ROOT / "variants").rglob("*")) if path.suffix in (".py", ".cpp")
+    )
+    return {
+        str(path.relative_to(ROOT)): sha256_of(path)
+        for path in files
+        if CONFORMANCE not in path.parents
+    }
 
 
 def main() -> None:
@@ -29,7 +38,11 @@ def main() -> None:
     with initialize_config_dir(CONF, version_base="1.3"):
         for name in sorted(path.stem for path in Path(CONF, "variant").glob("*.yaml")):
             plan = plan_run(compose("train", overrides=[f"variant={name}", "runtime.device=cpu"]))
-            failed = [finding for finding in (*findings(shrink(plan)), *findings_at_sizes(plan)) if not finding.passed]
+            failed = [
+                finding
+                for finding in (*findings(shrink(plan)), *findings_at_sizes(plan))
+                if not finding.passed
+            ]
             print(f"{'FAIL' if failed else 'pass'}  {name}", *failed, sep="\n      ", flush=True)
             broken += len(failed)
     if broken:

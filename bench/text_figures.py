@@ -1,4 +1,5 @@
-"""Panels of the published figures: bits per byte against state and other costs, and recall against training bytes."""
+"""Panels of the published figures: bits per byte against state and other costs, and recall
+against training bytes."""
 
 import math
 import textwrap
@@ -10,11 +11,30 @@ import pandas as pd
 from bench.published import KIB, LEARNED_ACCURACY
 from bench.published_runs import STATE, TEST, published_means
 from bench.tables.compare import VARIANTS
-from bench.tables.drawing import FONT_POINTS, INK, SPARE_COLOURS, add_legend, scale_axis, variant_styles
-from bench.tables.estimate import BETTER, MIN_SEEDS, TIE, TOO_FEW, WORSE, estimate_mean, pooled_variance
+from bench.tables.drawing import (
+    FONT_POINTS,
+    INK,
+    SPARE_COLOURS,
+    add_legend,
+    scale_axis,
+    variant_styles,
+)
+from bench.tables.estimate import (
+    BETTER,
+    MIN_SEEDS,
+    TIE,
+    TOO_FEW,
+    WORSE,
+    estimate_mean,
+    pooled_variance,
+)
 from harness.record.rows import read_rows
 
-COSTS = {"training FLOPs": "training_flops", "seconds of training": "seconds", "carried state, KiB": STATE}
+COSTS = {
+    "training FLOPs": "training_flops",
+    "seconds of training": "seconds",
+    "carried state, KiB": STATE,
+}
 """The column of the frame for each panel of bits against bytes."""
 CURVES = VARIANTS["recall"]
 RECALL_SEQUENCE = 64  # bytes of a sequence with 8 keys
@@ -29,8 +49,9 @@ LABEL_GAP = 0.034  # smallest vertical distance of labels, as a share of the axi
 
 
 def draw_state(ax, runs: pd.DataFrame, names: Collection[str]) -> None:
-    """Draw a labelled point with an interval for each of the mechanisms ``names``. The interval is that of the
-    difference from the baseline, divided by the square root of 2, which is the share of one of two means."""
+    """Draw a labelled point with an interval for each of the mechanisms ``names``. The interval is
+    that of the difference from the baseline, divided by the square root of 2, which is the share
+    of one of two means."""
     pooled = pooled_variance(runs.pivot(index="seed", columns="variant", values=TEST))
     means, points = published_means(runs), {}
     for row in (row for row in means if row["variant"] in names):
@@ -70,7 +91,8 @@ def draw_state(ax, runs: pd.DataFrame, names: Collection[str]) -> None:
 
 
 def state_finding(means: Sequence[dict], names: Collection[str]) -> str:
-    """How the one of the mechanisms ``names`` that has the least state compares with its baseline."""
+    """How the one of the mechanisms ``names`` that has the least state compares with its
+    baseline."""
     compared = [row for row in means if "difference" in row and row["variant"] in names]
     least = min(compared, key=lambda row: row[STATE])
     name, baseline, verb = least["variant"], least["baseline"], VERBS[least["verdict"]]
@@ -79,13 +101,16 @@ def state_finding(means: Sequence[dict], names: Collection[str]) -> str:
 
 
 def recall_curves(path: Path) -> dict[str, pd.DataFrame]:
-    """Accuracy of answers with 8 keys: for each of ``CURVES`` that has runs, a row per megabytes of training and a column
-    per seed, at the learning rate with the most seeds and, of these, the highest mean accuracy."""
+    """Accuracy of answers with 8 keys: for each of ``CURVES`` that has runs, a row per megabytes of
+    training and a column per seed, at the learning rate with the most seeds and, of these, the
+    highest mean accuracy."""
     entries = []
     for row in read_rows(path):
         summary, (first, *record) = row["summary"], row["record"]
         variant = first["config"]["variant"]
-        shift, filter_bytes = (variant["attention"].get(key) for key in ("key_shift", "filter_bytes"))
+        shift, filter_bytes = (
+            variant["attention"].get(key) for key in ("key_shift", "filter_bytes")
+        )
         name = variant["name"].removesuffix("_shift") + ", key_shift" * bool(shift)
         name += ", filter_bytes=1" * (filter_bytes == 1)
         run = {"curve": name, "rate": str(variant["lr_scale"]), "seed": summary["seed"]}
@@ -98,12 +123,15 @@ def recall_curves(path: Path) -> dict[str, pd.DataFrame]:
     for name, runs in frame.groupby("curve"):
         rates = runs.groupby("rate").agg({"seed": "nunique", "accuracy": "mean"})
         rate = rates.sort_values(["seed", "accuracy"]).index[-1]
-        curves[name] = runs[runs["rate"] == rate].pivot(index="megabytes", columns="seed", values="accuracy")
+        curves[name] = runs[runs["rate"] == rate].pivot(
+            index="megabytes", columns="seed", values="accuracy"
+        )
     return curves
 
 
 def draw_recall(ax, curves: Mapping[str, pd.DataFrame]) -> None:
-    """Draw a line for each seed and a thick one for the mean of each curve, and name curves that are missing."""
+    """Draw a line for each seed and a thick one for the mean of each curve, and name curves that
+    are missing."""
     for colour, name in zip((INK, *SPARE_COLOURS), CURVES, strict=False):
         if name in curves:
             ax.plot(curves[name], color=colour, linewidth=0.6, alpha=0.6)
@@ -112,13 +140,18 @@ def draw_recall(ax, curves: Mapping[str, pd.DataFrame]) -> None:
         else:
             ax.plot([], color=colour, label=f"{name}: no row yet")
     ax.legend(loc="lower right", fontsize=FONT_POINTS)
-    ax.set(xlabel="megabytes of training", ylabel="accuracy of recall, 8 keys", xlim=(0, None), ylim=(0, 1.02))
+    ax.set(
+        xlabel="megabytes of training",
+        ylabel="accuracy of recall, 8 keys",
+        xlim=(0, None),
+        ylim=(0, 1.02),
+    )
     ax.set_title(textwrap.fill(recall_finding(curves), TITLE_WIDTH), loc="left")
 
 
 def recall_finding(curves: Mapping[str, pd.DataFrame]) -> str:
-    """After how many bytes the median seed of plain attention recalls, with and without shifted keys: the first two of
-    ``CURVES``."""
+    """After how many bytes the median seed of plain attention recalls, with and without shifted
+    keys: the first two of ``CURVES``."""
     if not {*CURVES[:2]} <= {*curves}:
         return "Recall by key: rows are missing (sweep=recall_by_key)"
     without, shifted = (_when_learned(curves[name].median(axis=1)) for name in CURVES[:2])
@@ -127,11 +160,14 @@ def recall_finding(curves: Mapping[str, pd.DataFrame]) -> str:
 
 def _when_learned(accuracy: pd.Series) -> str:
     learned = accuracy.index[accuracy >= LEARNED_ACCURACY]
-    return f"after {learned[0]:.1f} MB" if len(learned) else f"not within {accuracy.index[-1]:.1f} MB"
+    return (
+        f"after {learned[0]:.1f} MB" if len(learned) else f"not within {accuracy.index[-1]:.1f} MB"
+    )
 
 
 def draw_costs(axes, runs: pd.DataFrame) -> None:
-    """Draw bits per byte of each mechanism against ``COSTS``, a point for each number of training bytes."""
+    """Draw bits per byte of each mechanism against ``COSTS``, a point for each number of
+    training bytes."""
     runs = runs.assign(budget=runs["budget"].astype(int), **{STATE: runs[STATE] / KIB})
     styles = variant_styles(runs["variant"])
     for ax, (label, column) in zip(axes, COSTS.items(), strict=True):

@@ -1,5 +1,6 @@
-"""Measures configurations (entries), each in a process of its own: first memory, then times, then FLOPs. Entries are
-timed in turn, so that a drift of the machine's speed affects all of them alike."""
+"""Measures configurations (entries), each in a process of its own: first memory, then times, then
+FLOPs. Entries are timed in turn, so that a drift of the machine's speed affects all of them
+alike."""
 
 import sys
 import time
@@ -14,13 +15,15 @@ import numpy as np
 from harness.device.worker_process import WorkerError, WorkerProcess
 from harness.record.cells import MIN_CALLS
 
-MAX_MS = 60_000.0  # an entry whose calls of a quantity have taken so long in all gets no further round of it
+# an entry whose calls of a quantity have taken so long in all gets no further round of it
+MAX_MS = 60_000.0
 CODE_KEYS = ("variant", "backend", "evaluation_backend", "compile", "protocol")
 """Entries in which these facts are equal run the same code."""
 
 
 def show_progress(text: str) -> None:
-    """Replace the terminal's progress line by ``text``; an empty text clears it. Does nothing without a terminal."""
+    """Replace the terminal's progress line by ``text``; an empty text clears it. Does nothing
+    without a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
 
@@ -33,8 +36,9 @@ def time_calls(
     max_seconds: float = 1.0,
     warmup_calls: int = 0,
 ) -> list[float]:
-    """Milliseconds of each ``call``, after ``warmup_calls`` untimed ones. ``synchronise`` waits until the device is
-    idle. After ``max_seconds`` no further call begins, but at least ``min_calls`` (1 or more) are timed."""
+    """Milliseconds of each ``call``, after ``warmup_calls`` untimed ones. ``synchronise`` waits
+    until the device is idle. After ``max_seconds`` no further call begins, but at least
+    ``min_calls`` (1 or more) are timed."""
     for _ in range(warmup_calls):
         call()
     synchronise()
@@ -50,26 +54,29 @@ def time_calls(
 
 @dataclass(kw_only=True)
 class Entry:
-    """A configuration to measure. ``rounds`` has, for each quantity, the milliseconds of each call in each round."""
+    """A configuration to measure. ``rounds`` has, for each quantity, the milliseconds of each
+    call in each round."""
 
     name: str  # shown on the terminal
     task: object  # a ``cost_worker.Task``
     process: WorkerProcess | None = None  # in which ``task`` is measured
     status: str | None = None  # ``failed``, ``out of memory``, or None before any error
     reason: str | None = None  # the message of the error
-    facts: dict = field(default_factory=dict)  # what the worker returned, which becomes part of the entry's row
+    # what the worker returned, which becomes part of the entry's row
+    facts: dict = field(default_factory=dict)
     rounds: dict[str, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
 
     def ask(self, method: str, *arguments, **keywords):
-        """Call a method of the worker. None if the entry fails, or failed before; ValueError for a user's mistake."""
+        """Call a method of the worker. None if the entry fails, or failed before; ValueError for
+        a user's mistake."""
         try:
             return None if self.status else self.process.call(method, *arguments, **keywords)
         except WorkerError as error:
             self.status, self.reason = error.status, str(error)
 
     def percentiles(self, quantity: str) -> dict[str, float | int | None] | None:
-        """``p20``, ``p50`` and ``p80`` of all calls in milliseconds, and the number of calls ``n``. With fewer than
-        ``MIN_CALLS`` calls only ``p50`` has a value. Returns None without calls."""
+        """``p20``, ``p50`` and ``p80`` of all calls in milliseconds, and the number of calls ``n``.
+        With fewer than ``MIN_CALLS`` calls only ``p50`` has a value. Returns None without calls."""
         times_ms = sum(self.rounds[quantity], [])
         if not times_ms:
             return None
@@ -80,10 +87,15 @@ class Entry:
 
 
 def time_in_turn(entries: Sequence[Entry], quantity: str, *, rounds: int, seconds: float) -> None:
-    """Time a quantity of all entries that have not failed: ``rounds`` rounds of ``seconds`` seconds per entry, fewer
-    for an entry that reaches ``MAX_MS``. Successive rounds begin with successive entries."""
+    """Time a quantity of all entries that have not failed: ``rounds`` rounds of ``seconds`` seconds
+    per entry, fewer for an entry that reaches ``MAX_MS``. Successive rounds begin with
+    successive entries."""
     for index in range(rounds):
-        ready = [entry for entry in entries if not entry.status and sum(map(sum, entry.rounds[quantity])) < MAX_MS]
+        ready = [
+            entry
+            for entry in entries
+            if not entry.status and sum(map(sum, entry.rounds[quantity])) < MAX_MS
+        ]
         first = index % max(len(ready), 1)
         for entry in ready[first:] + ready[:first]:
             show_progress(f"{entry.name}: {quantity}, round {index + 1} of {rounds}")
@@ -103,9 +115,10 @@ def measure(
 ) -> list[Entry]:
     """Measure the entries, and return them without those that run the same code as an earlier one.
 
-    ``worker`` is ``CostWorker`` or a subclass. Models are built, memory is measured and FLOPs are counted in
-    ``parallel`` processes at a time. Then each quantity of ``timed`` is timed in ``rounds`` rounds of ``seconds`` per
-    entry, one entry at a time. A process may use ``limit_bytes`` in addition to its initial memory."""
+    ``worker`` is ``CostWorker`` or a subclass. Models are built, memory is measured and FLOPs are
+    counted in ``parallel`` processes at a time. Then each quantity of ``timed`` is timed in
+    ``rounds`` rounds of ``seconds`` per entry, one entry at a time. A process may use
+    ``limit_bytes`` in addition to its initial memory."""
 
     def build(entry: Entry) -> None:
         show_progress(f"{entry.name}: build")
@@ -138,8 +151,8 @@ def measure(
 
 
 def _without_repeated_code(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries without those that run the same code as an earlier one. Their processes are closed, and the fact
-    ``repeats`` of the earlier one has the digests of their configurations."""
+    """The entries without those that run the same code as an earlier one. Their processes are
+    closed, and the fact ``repeats`` of the earlier one has the digests of their configurations."""
     kept: dict[str | int, Entry] = {}
     for entry in entries:
         was_built = entry.facts.get("backend")

@@ -11,6 +11,7 @@ with contextlib.suppress(StorageFailure):
     os.environ.setdefault("WINDTUNNEL_KERNELS", str(cache_folder() / "kernels"))
 
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-    # GNU's OpenMP reads GOMP_SPINCOUNT when torch is loaded. By default waiting threads spin for milliseconds, which
-    # slows all processes down if together they have more threads than there are cores.
+    # GNU's OpenMP reads GOMP_SPINCOUNT when torch is loaded. By default waiting threads spin for
+    # milliseconds, which slows all processes down if together they have more threads than there are
+    # cores.
     os.environ["GOMP_SPINCOUNT"] = "10000"

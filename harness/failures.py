@@ -1,6 +1,6 @@
-"""Failures of a run: each has a message without a trace, an exit code, and a status in ``summary.json``
-(``docs/exit_codes.md``). Errors of memory and storage become failures, any other ValueError is a mistake of the user,
-and other errors are bugs."""
+"""Failures of a run: each has a message without a trace, an exit code, and a status in
+``summary.json`` (``docs/exit_codes.md``). Errors of memory and storage become failures, any other
+ValueError is a mistake of the user, and other errors are bugs."""
 
 import difflib
 import errno
@@ -12,20 +12,22 @@ BUG, MISTAKE = 1, 2
 
 
 class Failure(Exception):
-    """A failure that ends a run or a command. Its only argument is the message, so that it can be pickled."""
+    """A failure that ends a run or a command. Its only argument is the message, so that it can
+    be pickled."""
 
     exit_code: int  # of the command
     status: str  # of the run in its summary
 
 
 class Stopped(SystemExit):
-    """The end of a run that a signal has stopped. Any other SystemExit is one of the user's code."""
+    """The end of a run that a signal has stopped. Any other SystemExit is one of the user's
+    code."""
 
 
 @contextmanager
 def refuse_exit(label: str) -> Iterator[None]:
-    """Context in which a user's code may run. Its SystemExit is a ValueError that begins with ``label``, because the
-    command would end as if it were done."""
+    """Context in which a user's code may run. Its SystemExit is a ValueError that begins with
+    ``label``, because the command would end as if it were done."""
     try:
         yield
     except Stopped:
@@ -41,13 +43,15 @@ class Diverged(Failure):
 
 
 class StorageFailure(Failure, OSError):
-    """A file cannot be written or read: the disk is full, a permission is missing, or the content is damaged."""
+    """A file cannot be written or read: the disk is full, a permission is missing, or the
+    content is damaged."""
 
     exit_code, status = 4, "storage"
 
 
 class Damaged(ValueError):
-    """The bytes of a checkpoint or a record are not those that were written, which is a failure of the storage."""
+    """The bytes of a checkpoint or a record are not those that were written, which is a failure
+    of the storage."""
 
 
 class OutOfMemory(Failure):
@@ -62,24 +66,30 @@ class ProcessLost(Failure, RuntimeError):
     exit_code, status = 6, "process lost"
 
 
-ERROR_CLASSES = {BUG: RuntimeError, MISTAKE: ValueError} | {cls.exit_code: cls for cls in Failure.__subclasses__()}
+ERROR_CLASSES = {BUG: RuntimeError, MISTAKE: ValueError} | {
+    cls.exit_code: cls for cls in Failure.__subclasses__()
+}
 """For each exit code, the class that other processes raise if one process ends with this code."""
 STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 """Numbers of errors that concern the storage even if an OSError names no file."""
 
 
 def failure_class(error: Exception) -> type[Failure] | None:
-    """The class of failure of any error, also of Python's and torch's errors; None for a mistake or a bug."""
+    """The class of failure of any error, also of Python's and torch's errors; None for a mistake
+    or a bug."""
     if isinstance(error, Failure):
         return type(error)
     if is_out_of_memory(error):
         return OutOfMemory
-    is_storage_error = isinstance(error, OSError) and (error.filename is not None or error.errno in STORAGE_ERRNOS)
+    is_storage_error = isinstance(error, OSError) and (
+        error.filename is not None or error.errno in STORAGE_ERRNOS
+    )
     return StorageFailure if is_storage_error or isinstance(error, Damaged) else None
 
 
 def exit_code(error: Exception, *, mistakes: tuple[type[Exception], ...] = (ValueError,)) -> int:
-    """Exit code of a command that ends with this error. ``mistakes`` are the classes of a user's mistakes."""
+    """Exit code of a command that ends with this error. ``mistakes`` are the classes of a user's
+    mistakes."""
     if cls := failure_class(error):
         return cls.exit_code
     return MISTAKE if isinstance(error, mistakes) else BUG
@@ -91,9 +101,18 @@ def first_line(error: Exception) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory was insufficient. torch raises an error of its own class on a GPU, and a RuntimeError on a CPU."""
-    classes = (OutOfMemory, MemoryError, getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError))
-    return isinstance(error, classes) or "can't allocate memory" in str(error) or "not enough memory" in str(error)
+    """Whether memory was insufficient. torch raises an error of its own class on a GPU, and a
+    RuntimeError on a CPU."""
+    classes = (
+        OutOfMemory,
+        MemoryError,
+        getattr(sys.modules.get("torch"), "OutOfMemoryError", MemoryError),
+    )
+    return (
+        isinstance(error, classes)
+        or "can't allocate memory" in str(error)
+        or "not enough memory" in str(error)
+    )
 
 
 def did_you_mean(name: str, names: Iterable[str], *, prefix: str = "") -> str:

@@ -1,7 +1,8 @@
-"""The byte-level language model: an embedding, layers of named residual sublayers, and a head. The variant defines the
-sublayers of each layer. A sublayer maps [B, T, D] to [B, T, D]. The model adds norms, residual connections, and the
-input's positions. The model's state is passed in and returned, as a tuple ``(start, states)``: ``start [B]`` is the
-number of bytes that each stream has read, and ``states`` has one state per sublayer."""
+"""The byte-level language model: an embedding, layers of named residual sublayers, and a head. The
+variant defines the sublayers of each layer. A sublayer maps [B, T, D] to [B, T, D]. The model adds
+norms, residual connections, and the input's positions. The model's state is passed in and returned,
+as a tuple ``(start, states)``: ``start [B]`` is the number of bytes that each stream has read,
+and ``states`` has one state per sublayer."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,13 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import checkpoint as recomputation
 
-from variants.contract import Inspection, LayerContext, NeededFlops, State, Sublayer, SublayerOutput, set_shapes
+from variants.contract import (
+    Inspection,
+    LayerContext,
+    NeededFlops,
+    State,
+    Sublayer,
+    SublayerOutput,
+    set_shapes,
+)
 
 Layers = list[dict[str, Callable[[LayerContext], Sublayer]]]
 
 NUMERICS = 1
-"""Version of the shared code (model, optimizers, data order, scoring). It is incremented when that code
-changes golden numbers on purpose."""
+"""Version of the shared code (model, optimizers, data order, scoring). It is incremented when that
+code changes golden numbers on purpose."""
 
 
 class ModelOut(NamedTuple):
@@ -28,7 +37,8 @@ class ModelOut(NamedTuple):
     logits: Tensor  # [B, T, V], float32 or float64
     state: State  # input state of the next segment of the same streams
     loss: Tensor  # sum of the sublayers' auxiliary losses, scalar, nats per byte
-    stats: dict[str, dict[str, Tensor]]  # statistics of each sublayer; empty unless ``collect_stats``
+    # statistics of each sublayer; empty unless ``collect_stats``
+    stats: dict[str, dict[str, Tensor]]
 
 
 class Residual(nn.Module):
@@ -39,19 +49,23 @@ class Residual(nn.Module):
         self.sublayer, self.norm, self.norm_after = sublayer, norm, norm_after
 
     def forward(self, x: Tensor, state: State, start: Tensor, *, collect_stats: bool):
-        out = self.sublayer(x if self.norm_after else self.norm(x), state, start, collect_stats=collect_stats)
+        out = self.sublayer(
+            x if self.norm_after else self.norm(x), state, start, collect_stats=collect_stats
+        )
         y = self.norm(x + out.y) if self.norm_after else x + out.y
         # Not out._replace(y=y): compiled by torch 2.11, it returns an empty tuple.
         return SublayerOutput(y, out.state, out.loss, out.stats)
 
 
 class RMSNorm(nn.RMSNorm):
-    """``torch.nn.RMSNorm`` over the last dimension, with a faster implementation for a CPU that differs in rounding.
+    """``torch.nn.RMSNorm`` over the last dimension, with a faster implementation for a CPU that
+    differs in rounding.
 
-    torch's own runs on a GPU, when compiled, and if the types of input and weight differ. On a CPU it needs six
-    operations (torch 2.13), and fourteen in the backward pass. This one makes fewer passes over memory:
+    torch's own runs on a GPU, when compiled, and if the types of input and weight differ. On a CPU
+    it needs six operations (torch 2.13), and fourteen in the backward pass. This one makes fewer
+    passes over memory:
 
-        y = x r w,   r = 1 / sqrt(mean(x^2) + eps)                                                    (1910.07467)
+        y = x r w,   r = 1 / sqrt(mean(x^2) + eps)   (1910.07467)
         dx = r (g w - x r^2 mean(g w x)),   dw = sum over rows of g x r,   g = dL/dy"""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,14 +79,21 @@ class _FastRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        r = (
+            torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            .square_()
+            .div_(x.shape[-1])
+            .add_(eps)
+            .rsqrt_()
+        )
         ctx.save_for_backward(x, weight, r)
         return (x * r).mul_(weight)
 
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, r = ctx.saved_tensors
-        # LayerNorm's backward with mean 0 is one kernel. It also subtracts r mean(g w), which is added back below.
+        # LayerNorm's backward with mean 0 is one kernel. It also subtracts r mean(g w), which is
+        # added back below.
         mean, output_mask = torch.zeros_like(r), [True, True, False]
         dx, dw, _ = torch.ops.aten.native_layer_norm_backward(
             g.contiguous(), x, weight.shape, mean, r, weight, None, output_mask
@@ -83,7 +104,8 @@ class _FastRMSNorm(torch.autograd.Function):
 def _run_layer(
     layer: nn.ModuleDict, x: Tensor, states: tuple[State, ...], start: Tensor, collect_stats: bool
 ) -> tuple[Tensor, list[tuple]]:
-    """The output of a layer for ``x``, and for each of its sublayers a tuple of state, loss and statistics."""
+    """The output of a layer for ``x``, and for each of its sublayers a tuple of state, loss and
+    statistics."""
     outputs = []
     for residual, state in zip(layer.values(), states, strict=True):
         x, *rest = residual(x, state, start, collect_stats=collect_stats)
@@ -92,14 +114,16 @@ def _run_layer(
 
 
 class LanguageModel(nn.Module):
-    """A causal model of bytes, which predicts a distribution over the next byte. ``conf/model/tiny.yaml`` describes
-    ``norm``, ``norm_after``, ``tied`` and ``head_bias``. With ``checkpoint="layers"`` only the input of each layer is
-    saved, and the layer is computed again in the backward pass, with the same random numbers. With ``none`` all
-    activations that the backward pass needs are saved."""
+    """A causal model of bytes, which predicts a distribution over the next byte.
+    ``conf/model/tiny.yaml`` describes ``norm``, ``norm_after``, ``tied`` and ``head_bias``. With
+    ``checkpoint="layers"`` only the input of each layer is saved, and the layer is computed again
+    in the backward pass, with the same random numbers. With ``none`` all activations that the
+    backward pass needs are saved."""
 
     def __init__(
         self,
-        layers: Layers,  # for each layer, the names of its sublayers and functions that build them, in order
+        # for each layer, the names of its sublayers and functions that build them, in order
+        layers: Layers,
         context: Callable[[int], LayerContext],  # returns the ``LayerContext`` of a layer's index
         *,
         vocabulary: int,  # V, the number of token ids
@@ -110,7 +134,8 @@ class LanguageModel(nn.Module):
         embedding_std: float = 1.0,  # the initial standard deviation of the embedding
         embedding_scale: float = 1.0,  # a factor of embedded bytes
         embedding_dropout: float = 0.0,  # the dropout rate of embedded bytes
-        head_zero_init: bool = False,  # initialise the head to zero, so that it predicts the uniform distribution
+        # initialise the head to zero, so that it predicts the uniform distribution
+        head_zero_init: bool = False,
         checkpoint: str = "none",
     ):
         super().__init__()
@@ -118,11 +143,14 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.scale, self.dropout, self.checkpoint = embedding_scale, embedding_dropout, checkpoint
-        self.position = context(0).position(d_head=0)  # adds positions to the embedding, which has no heads
+        # adds positions to the embedding, which has no heads
+        self.position = context(0).position(d_head=0)
         self.layers = nn.ModuleList(nn.ModuleDict() for _ in layers)
         for i, layer in enumerate(layers):
             for name, make in layer.items():
-                self.layers[i][name] = Residual(make(context(i)), norms[norm](width), norm_after=norm_after)
+                self.layers[i][name] = Residual(
+                    make(context(i)), norms[norm](width), norm_after=norm_after
+                )
         self.norm = nn.Identity() if norm_after else norms[norm](width)
         self.head = nn.Linear(width, vocabulary, bias=head_bias)
         if tied:
@@ -140,22 +168,30 @@ class LanguageModel(nn.Module):
     def residuals(self) -> list[Residual]:
         return [residual for layer in self.layers for residual in layer.values()]
 
-    def forward(self, tokens: Tensor, state: State = None, *, collect_stats: bool = False) -> ModelOut:
-        """Predict the byte after each of ``tokens`` (int64 ``[B, T]``); ``state`` is from the previous segment."""
+    def forward(
+        self, tokens: Tensor, state: State = None, *, collect_stats: bool = False
+    ) -> ModelOut:
+        """Predict the byte after each of ``tokens`` (int64 ``[B, T]``); ``state`` is from the
+        previous segment."""
         start, states = state if state is not None else (tokens.new_zeros(tokens.shape[0]), None)
-        start = start.view_as(start)  # a new tensor in each pass: position.py caches rotations as an attribute of it
+        # a new tensor in each pass: position.py caches rotations as an attribute of it
+        start = start.view_as(start)
         x = self.position.embed(self.embedding(tokens) * self.scale, start)
         x = F.dropout(x, self.dropout, self.training)
         loss, new_states, stats = x.new_zeros((), dtype=torch.float32), [], {}
         for i, layer in enumerate(self.layers):
             n_done = len(new_states)
-            layer_states = (None,) * len(layer) if states is None else states[n_done : n_done + len(layer)]
+            layer_states = (
+                (None,) * len(layer) if states is None else states[n_done : n_done + len(layer)]
+            )
             inputs = (layer, x, layer_states, start, collect_stats)
             if self.checkpoint == "layers" and torch.is_grad_enabled():
                 x, outputs = recomputation.checkpoint(_run_layer, *inputs, use_reentrant=False)
             else:
                 x, outputs = _run_layer(*inputs)
-            for name, (sublayer_state, sublayer_loss, sublayer_stats) in zip(layer, outputs, strict=True):
+            for name, (sublayer_state, sublayer_loss, sublayer_stats) in zip(
+                layer, outputs, strict=True
+            ):
                 new_states.append(sublayer_state)
                 loss = loss if sublayer_loss is None else loss + sublayer_loss
                 if sublayer_stats:
@@ -166,8 +202,8 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def inspect(self, tokens: Tensor) -> tuple[Tensor, dict[str, Inspection]]:
-        """Logits of streams that begin with ``tokens``, and the ``Inspection`` of each sublayer in this forward pass,
-        by its name, without sublayers that return None."""
+        """Logits of streams that begin with ``tokens``, and the ``Inspection`` of each sublayer in
+        this forward pass, by its name, without sublayers that return None."""
         inspections = {}
 
         def inspect_input(name: str, module: Sublayer, inputs: tuple) -> None:
@@ -175,23 +211,32 @@ class LanguageModel(nn.Module):
 
         with ExitStack() as hooks:
             for name, sublayer in self.sublayers():
-                hooks.enter_context(sublayer.register_forward_pre_hook(partial(inspect_input, name)))
+                hooks.enter_context(
+                    sublayer.register_forward_pre_hook(partial(inspect_input, name))
+                )
             logits = self(tokens).logits
-        return logits, {name: inspection for name, inspection in inspections.items() if inspection is not None}
+        return logits, {
+            name: inspection for name, inspection in inspections.items() if inspection is not None
+        }
 
     def trim(self, state: State) -> State:
-        """The part of a state that the next forward pass needs; a compiled forward pass may return more."""
+        """The part of a state that the next forward pass needs; a compiled forward pass may
+        return more."""
         start, states = state
-        return start, tuple(module.trim(s) for (_, module), s in zip(self.sublayers(), states, strict=True))
+        return start, tuple(
+            module.trim(s) for (_, module), s in zip(self.sublayers(), states, strict=True)
+        )
 
     def project_(self) -> None:
-        """Project all sublayers' parameters into their range, and set the shapes that depend on learned lengths."""
+        """Project all sublayers' parameters into their range, and set the shapes that depend on
+        learned lengths."""
         for _, sublayer in self.sublayers():
             sublayer.project_()
         set_shapes(self)
 
     def metrics(self, stats: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
-        """Metrics from summed statistics, such as ``layers.0.attention.span``: numbers, or lists of a number per head."""
+        """Metrics from summed statistics, such as ``layers.0.attention.span``: numbers, or lists
+        of a number per head."""
         return {
             f"{name}.{key}": metric.tolist() if isinstance(metric, Tensor) else float(metric)
             for name, sublayer in self.sublayers()
@@ -199,25 +244,30 @@ class LanguageModel(nn.Module):
         }
 
     def ideal_flops(self) -> int:
-        """Ideal forward FLOPs per byte of all sublayers and the head, at their present parameters, with a full past."""
+        """Ideal forward FLOPs per byte of all sublayers and the head, at their present
+        parameters, with a full past."""
         return sum(s.ideal_flops() for _, s in self.sublayers()) + 2 * self.head.weight.numel()
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """FLOPs per byte that a training step needs: those of ``Sublayer.needed_flops`` and of the head. A sublayer
-        that does not state them is charged three times its ideal forward FLOPs. Norms, loss and embedding count 0."""
+        """FLOPs per byte that a training step needs: those of ``Sublayer.needed_flops`` and of the
+        head. A sublayer that does not state them is charged three times its ideal forward FLOPs.
+        Norms, loss and embedding count 0."""
         needed = [NeededFlops.of_products(2 * self.head.weight.numel())]
         for _, sublayer in self.sublayers():
             stated = sublayer.needed_flops(segment, carried=carried)
-            needed.append(NeededFlops.of_products(sublayer.ideal_flops()) if stated is None else stated)
+            needed.append(
+                NeededFlops.of_products(sublayer.ideal_flops()) if stated is None else stated
+            )
         return NeededFlops(*map(sum, zip(*needed, strict=True)))
 
     def flops_estimated_3x(self) -> list[str]:
-        """Names of the sublayers whose FLOPs of a training step are estimated: three times the ideal forward FLOPs."""
+        """Names of the sublayers whose FLOPs of a training step are estimated: three times the
+        ideal forward FLOPs."""
         return [name for name, s in self.sublayers() if s.needed_flops(1, carried=0) is None]
 
     def parameters_by_sublayer(self) -> dict[str, int]:
-        """Numbers of parameters of each sublayer, of embedding and head, and of all norms. A parameter that modules
-        share counts in the first of them."""
+        """Numbers of parameters of each sublayer, of embedding and head, and of all norms. A
+        parameter that modules share counts in the first of them."""
         counted: set[int] = set()
 
         def count_new(module: nn.Module) -> int:
@@ -230,30 +280,43 @@ class LanguageModel(nn.Module):
         return counts | {"norms": count_new(self)}
 
     def touched_parameters(self) -> int:
-        """Number of parameters read for one byte: in sublayers, norms and head, and one row of the embedding."""
+        """Number of parameters read for one byte: in sublayers, norms and head, and one row of
+        the embedding."""
         counts = self.parameters_by_sublayer()
         in_sublayers = 0
         for name, sublayer in self.sublayers():
             unread = unread_parameters(sublayer)
-            # A shared parameter counts once, but a shared table in each layer, because layers read different rows.
+            # A shared parameter counts once, but a shared table in each layer, because layers read
+            # different rows.
             size = sum(p.numel() for p in sublayer.parameters()) if unread else counts[name]
             in_sublayers += size - unread
-        is_tied = self.head.weight is self.embedding.weight  # then counts["head"] lacks the matrix, which is read whole
+        # then counts["head"] lacks the matrix, which is read whole
+        is_tied = self.head.weight is self.embedding.weight
         embedding = self.head.weight.numel() if is_tied else self.embedding.embedding_dim
         return in_sublayers + counts["norms"] + counts["head"] + embedding
 
 
 def unread_parameters(sublayer: Sublayer) -> int:
-    """Number of parameters that one byte does not read: unread rows of tables and of parameters with as many rows."""
+    """Number of parameters that one byte does not read: unread rows of tables and of parameters
+    with as many rows."""
     rows_read = {len(getattr(sublayer, name)): n for name, n in sublayer.tables.items()}
     tables = [p for p in sublayer.parameters(recurse=False) if p.dim() == 2 and len(p) in rows_read]
     return sum(max(0, len(table) - rows_read[len(table)]) * table.shape[1] for table in tables)
 
 
-def add_stats(total: dict[str, dict[str, Tensor]], stats: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """The sums of the statistics of two forward passes; a statistic that only one of them has is copied."""
+def add_stats(
+    total: dict[str, dict[str, Tensor]], stats: dict[str, dict[str, Tensor]]
+) -> dict[str, dict[str, Tensor]]:
+    """The sums of the statistics of two forward passes; a statistic that only one of them has is
+    copied."""
 
     def add(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {k: a[k] + b[k] if k in a and k in b else a.get(k, b.get(k)) for k in sorted(a.keys() | b.keys())}
+        return {
+            k: a[k] + b[k] if k in a and k in b else a.get(k, b.get(k))
+            for k in sorted(a.keys() | b.keys())
+        }
 
-    return {name: add(total.get(name, {}), stats.get(name, {})) for name in sorted(total.keys() | stats.keys())}
+    return {
+        name: add(total.get(name, {}), stats.get(name, {}))
+        for name in sorted(total.keys() | stats.keys())
+    }

@@ -33,7 +33,8 @@ from harness.record.rows import CONFIG, RECORD
 
 
 def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
-    """A run folder's provenance and its best checkpoint; ValueError naming ``key`` if either is missing."""
+    """A run folder's provenance and its best checkpoint; ValueError naming ``key`` if either is
+    missing."""
     best, weights = path / checkpoint.FOLDER / checkpoint.BEST, path / WEIGHTS
     if not (best.exists() or weights.exists()) or not (path / RECORD).exists():
         files = f"{checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}"
@@ -48,23 +49,30 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
 
 
 def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str) -> Plan:
-    """The plan of a run folder, with ``runtime`` as its section of that name; ValueError naming folder, file and key.
-    The folder is untrusted: its configuration may have plain values only, and classes only of ours and of ``trust``."""
+    """The plan of a run folder, with ``runtime`` as its section of that name; ValueError naming
+    folder, file and key. The folder is untrusted: its configuration may have plain values only,
+    and classes only of ours and of ``trust``."""
     origin = f"{key}={path}"
     config = read_config(path / CONFIG, label=origin)
     for name in ("trial", "space"):  # older run folders have these keys, for a point of a search
         config.pop(name, None)
     try:
         config = literal(config)
-        config.update({"runtime": runtime, "trust": trust, "record": OmegaConf.load(CONF / "record/default.yaml")})
+        config.update(
+            {
+                "runtime": runtime,
+                "trust": trust,
+                "record": OmegaConf.load(CONF / "record/default.yaml"),
+            }
+        )
         return plan_run(config)
     except MISTAKES as error:
         raise ValueError(f"{origin}: {CONFIG}: {explain(error)}") from error
 
 
 class TrainedRun(NamedTuple):
-    """An opened run folder: its plan, the first row of its record (``provenance``), the content of its best checkpoint,
-    and the configuration key that named the folder."""
+    """An opened run folder: its plan, the first row of its record (``provenance``), the content of
+    its best checkpoint, and the configuration key that named the folder."""
 
     folder: Path
     plan: Plan
@@ -73,7 +81,8 @@ class TrainedRun(NamedTuple):
     key: str
 
     def model(self, *, span: int | None = None) -> LanguageModel:
-        """The model with the best weights, on the CPU, at ``span`` or the run's; ValueError if weights do not fit."""
+        """The model with the best weights, on the CPU, at ``span`` or the run's; ValueError if
+        weights do not fit."""
         model = self.plan.make_model()
         load_weights(model, self.best["model"], source=self.key)
         if span is not None and span != self.plan.model.span:
@@ -82,7 +91,8 @@ class TrainedRun(NamedTuple):
         return model
 
     def on_device(self, *, span: int | None = None) -> tuple[LanguageModel, Runtime]:
-        """The model on the plan's device, with the backend selected there, and the device's runtime."""
+        """The model on the plan's device, with the backend selected there, and the device's
+        runtime."""
         device_runtime = configure_torch(self.plan.runtime)
         model = self._replace(plan=with_backend(self.plan, device_runtime)).model(span=span)
         return model.to(device_runtime.device), device_runtime
@@ -92,7 +102,10 @@ class TrainedRun(NamedTuple):
         corpus = corpora.load(**self.plan.data)
         expected = self.provenance["data"]["sha256"]
         if corpus.sha256 != expected:
-            raise ValueError(f"data: its SHA-256 must be {expected}, as when the run read it; it is {corpus.sha256}")
+            raise ValueError(
+                f"data: its SHA-256 must be {expected}, as when the run read it; it is "
+                f"{corpus.sha256}"
+            )
         return corpus
 
     def symbols(self) -> bytes:
@@ -107,8 +120,9 @@ def open_trained(
     runtime: DictConfig | None = None,
     trust: list | str,
 ) -> TrainedRun:
-    """Open a run folder, which is untrusted. ``runtime`` is by default ``conf/runtime/default.yaml`` in
-    float32 on the CPU. ValueError naming ``key``, the folder and the mistake."""
+    """Open a run folder, which is untrusted. ``runtime`` is by default
+    ``conf/runtime/default.yaml`` in float32 on the CPU. ValueError naming ``key``, the folder
+    and the mistake."""
     path = user_path(parse_setting(folder, str, key=key), key=key)
     if runtime is None:
         defaults = OmegaConf.load(CONF / "runtime/default.yaml")
@@ -133,15 +147,20 @@ class Model:
         variant, data = self.about["variant"], self.about["data"]["name"]
         return f"Model(variant={variant}, data={data}, parameters={n_parameters:,})"
 
-    def score(self, text: bytes, *, streams: int = 1, segment: int = 512, context: int = 0) -> float:
-        """Return bits per byte of ``text`` without its first byte, which the model does not predict.
+    def score(
+        self, text: bytes, *, streams: int = 1, segment: int = 512, context: int = 0
+    ) -> float:
+        """Return bits per byte of ``text`` without its first byte, which the model does not
+        predict.
 
-        ``streams``, ``segment`` and ``context`` are those of ``eval`` in ``conf/evaluate.yaml``. By default one stream
-        reads all of ``text`` with carried state. ValueError if ``text`` has a byte that is not in the vocabulary, or
-        fewer than two bytes."""
+        ``streams``, ``segment`` and ``context`` are those of ``eval`` in ``conf/evaluate.yaml``. By
+        default one stream reads all of ``text`` with carried state. ValueError if ``text`` has a
+        byte that is not in the vocabulary, or fewer than two bytes."""
         split = token_ids(text, self.symbols, key="text").to(torch.uint8)
         if len(split) < 2:
-            raise ValueError("text: has one byte; a score needs two, because a model does not predict the first")
+            raise ValueError(
+                "text: has one byte; a score needs two, because a model does not predict the first"
+            )
         device = self.network.embedding.weight.device
         score = score_stream(
             self.network,
@@ -154,30 +173,38 @@ class Model:
         return score.bits_per_byte
 
     def generate(self, prompt: bytes, *, n_bytes: int, seed: int | None = None, **options) -> bytes:
-        """Return ``n_bytes`` bytes that the model generates after ``prompt``. ``options`` are ``temperature`` and
-        ``top_k`` of ``harness.loop.sampling.draw``."""
+        """Return ``n_bytes`` bytes that the model generates after ``prompt``. ``options`` are
+        ``temperature`` and ``top_k`` of ``harness.loop.sampling.draw``."""
         return bytes(self.stream(prompt, n_bytes=n_bytes, seed=seed, **options))
 
-    def stream(self, prompt: bytes, *, n_bytes: int, seed: int | None = None, **options) -> Iterator[int]:
+    def stream(
+        self, prompt: bytes, *, n_bytes: int, seed: int | None = None, **options
+    ) -> Iterator[int]:
         """Yield the bytes that ``generate`` returns, each as soon as it is known."""
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         tokens = token_ids(prompt, self.symbols, key="prompt")
-        continuation = generate(self.network, tokens, n_symbols=len(self.symbols), generator=generator, **options)
+        continuation = generate(
+            self.network, tokens, n_symbols=len(self.symbols), generator=generator, **options
+        )
         for token_id in itertools.islice(continuation, n_bytes):
             yield self.symbols[token_id]
 
     @torch.no_grad()
     def attention(self, text: bytes) -> dict[str, Tensor]:
-        """Return the attention map ``[H, T, T]`` of each sublayer that has one, by name, on the CPU. Row t has the
-        weights of all bytes for query t. In softmax attention they and the weights of learned vectors sum to 1."""
+        """Return the attention map ``[H, T, T]`` of each sublayer that has one, by name, on the
+        CPU. Row t has the weights of all bytes for query t. In softmax attention they and the
+        weights of learned vectors sum to 1."""
         tokens = token_ids(text, self.symbols, key="text")[None]
         _, inspections = self.network.inspect(tokens.to(self.network.embedding.weight.device))
-        return {name: i.weights[0].cpu() for name, i in inspections.items() if i.weights is not None}
+        return {
+            name: i.weights[0].cpu() for name, i in inspections.items() if i.weights is not None
+        }
 
 
 def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) -> Model:
-    """Load the best weights of a run folder onto a ``device`` of torch. No code in the folder is executed. ``trust``
-    names further modules from which its mechanisms may be imported. ValueError if the folder has no readable run."""
+    """Load the best weights of a run folder onto a ``device`` of torch. No code in the folder is
+    executed. ``trust`` names further modules from which its mechanisms may be imported.
+    ValueError if the folder has no readable run."""
     opened = open_trained(str(path), key="path", trust=list(trust))
     about = opened.provenance | {"protocol": opened.plan.protocol()}
     return Model(network=opened.model().to(device).eval(), symbols=opened.symbols(), about=about)

@@ -2,5 +2,6 @@
 
 import os
 
-# Test processes run on all cores, and threads would be slower on small tensors. torch reads the variable at its import.
+# Test processes run on all cores, and threads would be slower on small tensors. torch reads the
+# variable at its import.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

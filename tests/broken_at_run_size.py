@@ -1,4 +1,5 @@
-"""Sublayers that break a promise at the sizes of a run but keep it at the smaller sizes of the conformance suite."""
+"""Sublayers that break a promise at the sizes of a run but keep it at the smaller sizes of the
+conformance suite."""
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,8 @@ class ShortWindow(Gate):
 
 
 class DropsState(Gate):
-    """Ignores the state before segments of more than 64 bytes, without declaring the limit ``segments``."""
+    """Ignores the state before segments of more than 64 bytes, without declaring the limit
+    ``segments``."""
 
     honours = Honours()
 
@@ -60,7 +62,8 @@ class LeaksInLongWindows(Gate):
 
 
 class LeaksWhenWide(Gate):
-    """In evaluation, if the model is wider than 32 and the segment longer than 8 bytes, a byte sees the next byte."""
+    """In evaluation, if the model is wider than 32 and the segment longer than 8 bytes, a byte
+    sees the next byte."""
 
     def transform_input(self, x):
         leaks = x.shape[-1] > 32 and x.shape[1] > 8 and not self.training

@@ -13,7 +13,8 @@ from variants.product_key_memory import ProductKeyMemory
 
 
 class ReachesThroughState(Gate):
-    """Its declared reach of 0 holds inside a segment, but its state has the first byte of the previous segment."""
+    """Its declared reach of 0 holds inside a segment, but its state has the first byte of the
+    previous segment."""
 
     honours = Honours()
     limits = frozenset({"segments"})
@@ -27,7 +28,8 @@ class ReachesThroughState(Gate):
 
 
 class Delayed(Gate):
-    """A byte sees the mean of the block two before its own. A gradient needs a step that contains both blocks."""
+    """A byte sees the mean of the block two before its own. A gradient needs a step that
+    contains both blocks."""
 
     honours = Honours()
     period = 8
@@ -74,7 +76,8 @@ class DeniesSpan(Attention):
 
 
 class Wrapped(Gate):
-    """torch's causal attention without a state. It follows no choice of the run and declares no reach."""
+    """torch's causal attention without a state. It follows no choice of the run and declares no
+    reach."""
 
     limits = frozenset({"segments"})
 
@@ -83,11 +86,15 @@ class Wrapped(Gate):
         self.qkv = nn.Linear(context.d_model, 3 * context.d_model)
 
     def transform_input(self, x):
-        return nn.functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, dim=-1), is_causal=True)
+        return nn.functional.scaled_dot_product_attention(
+            *self.qkv(x).chunk(3, dim=-1), is_causal=True
+        )
 
 
 class OverclaimsChoices(Wrapped):
-    honours = Honours(position=WAYS.keys(), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+    honours = Honours(
+        position=WAYS.keys(), cache={"kv", "hidden"}, attend_self={True, False}, span=True
+    )
 
     def reach(self):
         return None
@@ -177,7 +184,8 @@ class DoubledPast(Attention):
 
 
 class DistanceWeights(Gate):
-    """A learned weight for each of the last S bytes. With ``thinned`` only every third byte has a weight."""
+    """A learned weight for each of the last S bytes. With ``thinned`` only every third byte has
+    a weight."""
 
     honours = Honours()
     thinned = False
@@ -195,11 +203,14 @@ class DistanceWeights(Gate):
         past = torch.cat([past, x], dim=1)
         windows = past.unfold(1, span, 1).flip(-1)  # [B, T, D, S], the nearest first
         weight = self.weight * (torch.arange(span) % 3 == 1) if self.thinned else self.weight
-        return SublayerOutput(super().forward(windows @ weight).y, past[:, past.shape[1] - span + 1 :].detach())
+        return SublayerOutput(
+            super().forward(windows @ weight).y, past[:, past.shape[1] - span + 1 :].detach()
+        )
 
 
 class FloatAngles(Rotary):
-    """Rotary angles of absolute positions, in float32 or, with ``follow_input``, in the dtype of the input."""
+    """Rotary angles of absolute positions, in float32 or, with ``follow_input``, in the dtype of
+    the input."""
 
     def __init__(self, context: LayerContext, *, d_head: int, follow_input: bool = False):
         super().__init__(context, d_head=d_head)

@@ -1,4 +1,5 @@
-"""Debian's Chromium, headless, driven by selenium. Without it tests skip with a reason, and in CI they fail."""
+"""Debian's Chromium, headless, driven by selenium. Without it tests skip with a reason, and in
+CI they fail."""
 
 import json
 import shutil
@@ -11,7 +12,14 @@ from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from tests.requirements import require
 
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-dev-shm-usage",
+    ),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
 
@@ -20,12 +28,17 @@ FLAGS = (
 def chromium(folder: Path) -> Iterator[Chrome]:
     """A browser with a fresh profile, which downloads to ``folder/downloads``."""
     programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    require(all(programs), "no browser: Debian's packages chromium and chromium-driver are not installed")
+    require(
+        all(programs),
+        "no browser: Debian's packages chromium and chromium-driver are not installed",
+    )
     options = ChromeOptions()
     options.binary_location = programs[0]
     for flag in (*FLAGS, f"--user-data-dir={folder / 'profile'}"):
         options.add_argument(flag)
-    options.add_experimental_option("prefs", {"download.default_directory": str(folder / "downloads")})
+    options.add_experimental_option(
+        "prefs", {"download.default_directory": str(folder / "downloads")}
+    )
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = Chrome(options=options, service=ChromeService(executable_path=programs[1]))
     try:
@@ -46,7 +59,16 @@ def console(driver: Chrome) -> list[str]:
 
 
 def requests(driver: Chrome) -> list[str]:
-    """Addresses that pages have requested since the last call, except the browser's internal pages."""
+    """Addresses that pages have requested since the last call, except the browser's internal
+    pages."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    sent = [message["params"] for message in messages if message["method"] == "Network.requestWillBeSent"]
-    return [params["request"]["url"] for params in sent if not params["documentURL"].startswith("chrome")]
+    sent = [
+        message["params"]
+        for message in messages
+        if message["method"] == "Network.requestWillBeSent"
+    ]
+    return [
+        params["request"]["url"]
+        for params in sent
+        if not params["documentURL"].startswith("chrome")
+    ]

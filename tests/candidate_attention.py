@@ -1,4 +1,5 @@
-"""Attention with one correct and two wrong backends, for tests of the selection of a backend on an untested device."""
+"""Attention with one correct and two wrong backends, for tests of the selection of a backend on
+an untested device."""
 
 import ctypes
 
@@ -10,7 +11,8 @@ from variants.contract import LayerContext, SublayerOutput
 
 
 class CandidateAttention(Attention):
-    """Multi-head attention. Backend ``fused`` is correct, ``kernel`` has a wrong gradient, ``chunked`` crashes.
+    """Multi-head attention. Backend ``fused`` is correct, ``kernel`` has a wrong gradient,
+    ``chunked`` crashes.
 
     Args:
         offered: names of backends, in order of preference."""
@@ -29,4 +31,6 @@ class CandidateAttention(Attention):
         if self.wanted == "chunked":
             ctypes.string_at(0)
         out = super().forward(x, *arguments, **keywords)
-        return out._replace(y=0.99 * out.y + 0.01 * out.y.detach()) if self.wanted == "kernel" else out
+        return (
+            out._replace(y=0.99 * out.y + 0.01 * out.y.detach()) if self.wanted == "kernel" else out
+        )

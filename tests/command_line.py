@@ -1,4 +1,5 @@
-"""Commands called in the test process, which saves the seconds that a new process spends on imports."""
+"""Commands called in the test process, which saves the seconds that a new process spends on
+imports."""
 
 import contextlib
 import io
@@ -17,9 +18,28 @@ from harness import source
 ROOT = Path(__file__).resolve().parents[1]
 
 TINY = (
-    *("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=32", "batch.streams=2", "batch.segment=32"),
-    *("budget.steps=3", "eval.selection_bytes=200", "eval.bytes=300", "eval.segment=32", "eval.streams=2"),
-    *("eval.every=0", "eval.windows=false", "runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1"),
+    *(
+        "model.d_model=32",
+        "model.layers=2",
+        "model.heads=2",
+        "model.span=32",
+        "batch.streams=2",
+        "batch.segment=32",
+    ),
+    *(
+        "budget.steps=3",
+        "eval.selection_bytes=200",
+        "eval.bytes=300",
+        "eval.segment=32",
+        "eval.streams=2",
+    ),
+    *(
+        "eval.every=0",
+        "eval.windows=false",
+        "runtime.device=cpu",
+        "runtime.precision=float32",
+        "runtime.threads=1",
+    ),
     "record.wandb.mode=disabled",
 )
 """Overrides for a training run that takes a second."""
@@ -36,7 +56,10 @@ class CommandOutcome:
     err: str
 
 
-CONTENTS, IMPORTS = (source._module_files, source._sha256_once), (source._imported_files, source._with_imports)
+CONTENTS, IMPORTS = (
+    (source._module_files, source._sha256_once),
+    (source._imported_files, source._with_imports),
+)
 
 
 def clear_source_caches(functions: tuple = CONTENTS + IMPORTS):
@@ -46,8 +69,9 @@ def clear_source_caches(functions: tuple = CONTENTS + IMPORTS):
 
 
 def call(script: str, *words: str) -> CommandOutcome:
-    """Run ``python SCRIPT WORDS`` in this process. ``script`` is relative to the repository. Files are read again, but
-    imports are not searched again, which takes half of the time of a short run."""
+    """Run ``python SCRIPT WORDS`` in this process. ``script`` is relative to the repository. Files
+    are read again, but imports are not searched again, which takes half of the time of a short
+    run."""
     clear_source_caches(CONTENTS)
     out, err, argv = io.StringIO(), io.StringIO(), sys.argv
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()

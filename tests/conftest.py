@@ -1,4 +1,5 @@
-"""Fixtures and settings of all tests: no deadlines, no W&B, temporary caches, few causality checks, and the corpus."""
+"""Fixtures and settings of all tests: no deadlines, no W&B, temporary caches, few causality
+checks, and the corpus."""
 
 import fcntl
 import gc
@@ -13,7 +14,9 @@ from tests.requirements import require
 
 os.environ.setdefault("MPLBACKEND", "agg")
 
-settings.register_profile("any load", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any load", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any load")
 
 ENWIK8_4M = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "enwik8_4m.xz"
@@ -21,7 +24,8 @@ ENWIK8_4M = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / 
 
 @pytest.fixture(scope="session", autouse=True)
 def isolated_environment(tmp_path_factory) -> Iterator[None]:
-    """Disable W&B and set temporary cache folders. All test processes share one cache of compiled code."""
+    """Disable W&B and set temporary cache folders. All test processes share one cache of
+    compiled code."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with pytest.MonkeyPatch.context() as patched:
@@ -35,7 +39,8 @@ def isolated_environment(tmp_path_factory) -> Iterator[None]:
         if shared != base:
             from variants.kernels import product_search, window_cpu
 
-            with open(shared / "compiling", "w") as lock:  # the first process compiles while the others wait
+            # the first process compiles while the others wait
+            with open(shared / "compiling", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 window_cpu.obstacle(), product_search.obstacle()
         yield
@@ -43,7 +48,8 @@ def isolated_environment(tmp_path_factory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_fork_server() -> Iterator[None]:
-    from tests.rank_processes import one_server  # at the top of the file it would delay collection by seconds
+    # at the top of the file it would delay collection by seconds
+    from tests.rank_processes import one_server
 
     with one_server():
         yield
@@ -52,7 +58,8 @@ def shared_fork_server() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def few_causality_checks() -> Iterator[None]:
     """Check final scores at 6 to 32 cuts: 64 would take a third of a small run. See also
-    ``server_preload.py``. Admission reads windows of 256 bytes: 512 places in 1,024 take seconds."""
+    ``server_preload.py``. Admission reads windows of 256 bytes: 512 places in 1,024 take
+    seconds."""
     from harness.check import admission
     from harness.loop import scoring
 
@@ -76,7 +83,8 @@ def restored_settings() -> Iterator[None]:
 
 @pytest.fixture
 def enwik8_4m() -> Path:
-    """The compressed first 4,000,000 bytes of enwik8. If the file does not exist, the test skips, or fails in CI."""
+    """The compressed first 4,000,000 bytes of enwik8. If the file does not exist, the test
+    skips, or fails in CI."""
     require(ENWIK8_4M.exists(), "the corpus ../shared/data/enwik8_4m.xz does not exist")
     return ENWIK8_4M
 
@@ -92,4 +100,7 @@ def pytest_runtest_setup(item: pytest.Item):
     if item.get_closest_marker("cpu_kernel"):
         from variants.kernels import window_cpu
 
-        require(window_cpu.obstacle() is None, f"the CPU kernel is not available: {window_cpu.obstacle()}")
+        require(
+            window_cpu.obstacle() is None,
+            f"the CPU kernel is not available: {window_cpu.obstacle()}",
+        )

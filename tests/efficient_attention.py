@@ -1,4 +1,5 @@
-"""torch's memory-efficient attention for CUDA, emulated on a CPU with the same arguments, layouts and errors.
+"""torch's memory-efficient attention for CUDA, emulated on a CPU with the same arguments, layouts
+and errors.
 
 The emulation also checks what the CUDA kernels assume without checking, according to torch 2.13's
 ``mem_eff_attention/kernel_forward.h``, ``kernel_backward.h`` and ``attention_backward.cu``:
@@ -6,9 +7,11 @@ The emulation also checks what the CUDA kernels assume without checking, accordi
 - Widths, strides and addresses are multiples of 16 bytes, and the last stride is 1.
 - Masks have the dtype of the queries and four dimensions without broadcasting.
 - The log-sum-exp is float32 and padded with inf to a multiple of 32 queries.
-- The backward assumes that the outputs of all heads of a query are contiguous, whatever the strides say.
+- The backward assumes that the outputs of all heads of a query are contiguous, whatever the strides
+  say.
 
-Unlike the CUDA kernels, the emulation accepts float64, so that gradients can be compared exactly."""
+Unlike the CUDA kernels, the emulation accepts float64, so that gradients can be compared
+exactly."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,13 +24,17 @@ PADDED_QUERIES = 32
 
 
 def refuse_unaligned(name: str, x: Tensor):
-    """Raise RuntimeError unless strides and offset are multiples of 8 elements: 16 bytes of a two-byte dtype."""
+    """Raise RuntimeError unless strides and offset are multiples of 8 elements: 16 bytes of a
+    two-byte dtype."""
     alignment = 8
     if x.stride(-1) != 1:
         raise RuntimeError(f"{name} must be contiguous in the last dimension")
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if size > 1 and stride % alignment:
-            raise RuntimeError(f"{name} is not correctly aligned: a stride is {stride}, not a multiple of {alignment}")
+            raise RuntimeError(
+                f"{name} is not correctly aligned: a stride is {stride}, not a multiple of "
+                f"{alignment}"
+            )
     if x.storage_offset() % alignment:
         raise RuntimeError(f"{name} is not correctly aligned: it begins at {x.storage_offset()}")
 
@@ -60,18 +67,23 @@ def scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Ten
 
 
 def heads_inside(x: Tensor) -> Tensor:
-    """A copy of ``x [B, H, T, K]`` with the memory layout ``[B, T, H, K]``, in which the kernels write."""
+    """A copy of ``x [B, H, T, K]`` with the memory layout ``[B, T, H, K]``, in which the kernels
+    write."""
     return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype).copy_(x)
 
 
-def forward(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
+def forward(
+    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+):
     assert compute_log_sumexp and not dropout_p and not is_causal, "not emulated"
     check_arguments(query, key, value, attn_bias)
     raw = scores(query, key, attn_bias, query.shape[-1] ** -0.5 if scale is None else scale)
     lse = raw.logsumexp(-1)
     y = torch.exp(raw - lse[..., None]) @ value.to(raw.dtype)
     rows = query.shape[2]
-    padded = torch.full((*query.shape[:2], ceil(rows / PADDED_QUERIES) * PADDED_QUERIES), torch.inf, dtype=raw.dtype)
+    padded = torch.full(
+        (*query.shape[:2], ceil(rows / PADDED_QUERIES) * PADDED_QUERIES), torch.inf, dtype=raw.dtype
+    )
     padded[..., :rows] = lse
     seed, offset = torch.tensor(0), torch.tensor(0)
     return heads_inside(y.to(query.dtype)), padded, seed, offset
@@ -93,7 +105,9 @@ def backward(
     *,
     scale=None,
 ):
-    assert not dropout_p and not is_causal and list(grad_input_mask) == [True, True, True, False], "not emulated"
+    assert not dropout_p and not is_causal and list(grad_input_mask) == [True, True, True, False], (
+        "not emulated"
+    )
     check_arguments(query, key, value, attn_bias)
     streams, heads, rows, width = out.shape
     refuse_unaligned("out", out)
@@ -104,7 +118,9 @@ def backward(
     if (heads > 1 and logsumexp.stride(1) % 8) or (streams > 1 and logsumexp.stride(0) % 8):
         raise RuntimeError("LSE is not correctly aligned")
     if logsumexp.shape[2] % PADDED_QUERIES or not (logsumexp[..., rows:] == torch.inf).all():
-        raise RuntimeError(f"the log-sum-exp must be padded with inf to a multiple of {PADDED_QUERIES} queries")
+        raise RuntimeError(
+            f"the log-sum-exp must be padded with inf to a multiple of {PADDED_QUERIES} queries"
+        )
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     weights = torch.exp(scores(query, key, attn_bias, factor) - logsumexp[..., :rows, None])
     g, y = grad_out_.to(weights.dtype), out.to(weights.dtype)

@@ -1,4 +1,5 @@
-"""Attention as a user could write it, which reaches our kernels only through ``variants/backends.py``."""
+"""Attention as a user could write it, which reaches our kernels only through
+``variants/backends.py``."""
 
 from einops import rearrange
 from torch import nn
@@ -14,7 +15,11 @@ class OutsideAttention(backends.OnKernels):
 
     def __init__(self, context: LayerContext):
         super().__init__()
-        d, self.heads, self.d_head = context.d_model, context.heads, context.d_model // context.heads
+        d, self.heads, self.d_head = (
+            context.d_model,
+            context.heads,
+            context.d_model // context.heads,
+        )
         self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
         self.position, self.wanted_backend = context.position(self.d_head), context.backend
         self.cache, self.dropout = "kv", 0.0
@@ -28,8 +33,15 @@ class OutsideAttention(backends.OnKernels):
         q, k = self.position.rotate(q * self.d_head**-0.5, start), self.position.rotate(k, start)
         visible = Window((self.span,) * self.heads, self.shift)
         keys = VisibleKeys.joined(k, v, before(state, visible.past(), k.dtype))
-        backend, vectors = self.backend(x.device, training=self.training), self.position.vectors(self.span)
+        backend, vectors = (
+            self.backend(x.device, training=self.training),
+            self.position.vectors(self.span),
+        )
         takes_vectors = backend in backends.TAKE_VECTORS
         bias = None if takes_vectors and vectors is not None else self.position.bias(q, self.span)
-        y = backends.attend(backend, q, keys, visible, bias=bias, vectors=vectors if takes_vectors else None)
-        return SublayerOutput(self.out(rearrange(y, "B H T K -> B T (H K)")), keys.last(visible.past()))
+        y = backends.attend(
+            backend, q, keys, visible, bias=bias, vectors=vectors if takes_vectors else None
+        )
+        return SublayerOutput(
+            self.out(rearrange(y, "B H T K -> B T (H K)")), keys.last(visible.past())
+        )

@@ -1,4 +1,5 @@
-"""Names of the contract's promises, and the small sublayers and models on which tests check them."""
+"""Names of the contract's promises, and the small sublayers and models on which tests check
+them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -69,7 +70,14 @@ def model_of(
         layer = {f"part{i}": sublayer for i, sublayer in enumerate(sublayers)}
 
         def context_of(i: int) -> LayerContext:
-            common = {"d_model": 16, "n_layers": layers, "heads": heads, "span": span, "scheme": scheme, "pool": pool}
+            common = {
+                "d_model": 16,
+                "n_layers": layers,
+                "heads": heads,
+                "span": span,
+                "scheme": scheme,
+                "pool": pool,
+            }
             return LayerContext(layer=i, **common, **context)
 
         return LanguageModel([layer] * layers, context_of, vocabulary=31)
@@ -82,7 +90,8 @@ def findings_of(make: Callable[[], nn.Module]) -> dict[str, Finding]:
 
 
 class Gate(Sublayer):
-    """A minimal sublayer without a state, which keeps all promises. Subclasses break promises by overriding methods."""
+    """A minimal sublayer without a state, which keeps all promises. Subclasses break promises by
+    overriding methods."""
 
     def __init__(self, context: LayerContext):
         super().__init__()
@@ -90,20 +99,30 @@ class Gate(Sublayer):
         self.value = nn.Linear(context.d_model, context.d_model)
 
     def forward(
-        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+        self,
+        x: Tensor,
+        state: State = None,
+        start: Tensor | None = None,
+        *,
+        collect_stats: bool = False,
     ) -> SublayerOutput:
         x = self.transform_input(x)
-        return self.transform_output(SublayerOutput(self.gate(x).sigmoid() * self.value(x)), x, collect_stats)
+        return self.transform_output(
+            SublayerOutput(self.gate(x).sigmoid() * self.value(x)), x, collect_stats
+        )
 
     def transform_input(self, x: Tensor) -> Tensor:
         return x
 
-    def transform_output(self, out: SublayerOutput, x: Tensor, collect_stats: bool) -> SublayerOutput:
+    def transform_output(
+        self, out: SublayerOutput, x: Tensor, collect_stats: bool
+    ) -> SublayerOutput:
         return out
 
 
 class Sums(Gate):
-    """A gated sum of values that halves at every byte: a minimal mechanism with a state, which keeps all promises."""
+    """A gated sum of values that halves at every byte: a minimal mechanism with a state, which
+    keeps all promises."""
 
     honours = Honours()
     decay = 0.5
@@ -128,7 +147,9 @@ class Sums(Gate):
         return total.detach()
 
 
-def toy(base: type[Sublayer] = Gate, *, init: Callable[[Sublayer], object] | None = None, **members) -> type[Sublayer]:
+def toy(
+    base: type[Sublayer] = Gate, *, init: Callable[[Sublayer], object] | None = None, **members
+) -> type[Sublayer]:
     """A subclass with these members. Its constructor ends with ``init(self)``."""
 
     def __init__(self, context: LayerContext):

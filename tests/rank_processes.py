@@ -1,4 +1,5 @@
-"""The ranks of a distributed run, as forks of a server that has imported everything and computed nothing."""
+"""The ranks of a distributed run, as forks of a server that has imported everything and computed
+nothing."""
 
 import multiprocessing
 import os
@@ -26,17 +27,20 @@ PRELOADED = (
     "hydra._internal.hydra",
     "harness.device.distributed_parameters",
 )
-"""Modules that the server imports, some of which torch and Hydra would otherwise import at their first use."""
+"""Modules that the server imports, some of which torch and Hydra would otherwise import at their
+first use."""
 
 
 @contextmanager
 def one_server() -> Iterator[None]:
-    """Context in which one fork server, which has imported the modules that tests need, serves all tests."""
+    """Context in which one fork server, which has imported the modules that tests need, serves
+    all tests."""
     start = forkserver.ForkServer.ensure_running
 
     def ensure_running(server: forkserver.ForkServer):
         with pytest.MonkeyPatch.context() as patched:
-            patched.setenv("PYTHONPATH", str(ROOT))  # in which the server looks for the preloaded modules
+            # in which the server looks for the preloaded modules
+            patched.setenv("PYTHONPATH", str(ROOT))
             start(server)
 
     forkserver.set_forkserver_preload([*PRELOADED, *worker_process.PRELOAD, "tests.server_preload"])
@@ -59,15 +63,25 @@ def free_port() -> int:
 def launch(function: Callable, *arguments, world_size: int = 2) -> list:
     """Call ``function(*arguments)`` in processes with the environment variables of torchrun.
 
-    Returns: for each rank, what the function returns, or ``ExitedWithoutAnswer``. An exception in a rank raises
-    AssertionError with its traceback."""
+    Returns: for each rank, what the function returns, or ``ExitedWithoutAnswer``. An exception in a
+    rank raises AssertionError with its traceback."""
     window_cpu.obstacle(), product_search.obstacle()  # compile once, before the processes start
     context, children = multiprocessing.get_context("forkserver"), []
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    common = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world_size),
+    }
     for rank in range(world_size):
         pipe, child_pipe = context.Pipe(duplex=False)
-        environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
-        process = context.Process(target=_answer, args=(child_pipe, environment, os.getcwd(), function, arguments))
+        environment = common | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(world_size),
+        }
+        process = context.Process(
+            target=_answer, args=(child_pipe, environment, os.getcwd(), function, arguments)
+        )
         process.start()
         children.append((process, pipe))
         child_pipe.close()
@@ -87,7 +101,8 @@ def _answer(pipe, environment: dict, folder: str, function: Callable, arguments:
         answer = (True, function(*arguments))
     except BaseException:
         answer = (False, traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(answer))  # send() shares tensors' memory, which ends with this process
+    # send() shares tensors' memory, which ends with this process
+    pipe.send_bytes(pickle.dumps(answer))
 
 
 def _receive(process, pipe):

@@ -1,4 +1,5 @@
-"""What tests require but a machine may lack. CI installs all of it, so a missing requirement is a failure in CI."""
+"""What tests require but a machine may lack. CI installs all of it, so a missing requirement is
+a failure in CI."""
 
 import os
 

@@ -1,4 +1,5 @@
-"""A script such as ``train.py`` in a process that a test can signal and kill, forked so that imports take no time."""
+"""A script such as ``train.py`` in a process that a test can signal and kill, forked so that
+imports take no time."""
 
 import multiprocessing
 import os
@@ -24,12 +25,16 @@ def started(
     folder: Path | None = None,
     environment: dict[str, str] | None = None,
 ) -> Iterator[BaseProcess]:
-    """Run ``python SCRIPT WORDS`` as the leader of a session, which is killed at the end of the block.
+    """Run ``python SCRIPT WORDS`` as the leader of a session, which is killed at the end of the
+    block.
 
-    ``out`` and ``err`` are the files of its output. Folder and environment are by default those of this process."""
+    ``out`` and ``err`` are the files of its output. Folder and environment are by default those
+    of this process."""
     context = multiprocessing.get_context("forkserver")
     surroundings = {"folder": folder or Path.cwd(), "environment": environment or dict(os.environ)}
-    process = context.Process(target=_run, args=(ROOT / script, words, out, err or out), kwargs=surroundings)
+    process = context.Process(
+        target=_run, args=(ROOT / script, words, out, err or out), kwargs=surroundings
+    )
     process.start()
     try:
         yield process
@@ -40,11 +45,15 @@ def started(
         process.join()
 
 
-def run(script: str | Path, *words: str, folder: Path, environment: dict[str, str]) -> CommandOutcome:
+def run(
+    script: str | Path, *words: str, folder: Path, environment: dict[str, str]
+) -> CommandOutcome:
     """Run ``python SCRIPT WORDS`` to its end."""
     with TemporaryDirectory() as output:
         out, err = Path(output, "out"), Path(output, "err")
-        with started(script, *words, out=out, err=err, folder=folder, environment=environment) as process:
+        with started(
+            script, *words, out=out, err=err, folder=folder, environment=environment
+        ) as process:
             return CommandOutcome(code=exit_code(process), out=out.read_text(), err=err.read_text())
 
 
@@ -55,13 +64,23 @@ def exit_code(process: BaseProcess) -> int:
     return process.exitcode
 
 
-def _run(script: Path, words: tuple[str, ...], out: Path, err: Path, *, folder: Path, environment: dict[str, str]):
+def _run(
+    script: Path,
+    words: tuple[str, ...],
+    out: Path,
+    err: Path,
+    *,
+    folder: Path,
+    environment: dict[str, str],
+):
     os.setsid()
     for descriptor, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, descriptor)
         os.close(file)
-    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, encoding="utf-8") for descriptor in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(descriptor, "w", buffering=1, encoding="utf-8") for descriptor in (1, 2)
+    )
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -1,4 +1,5 @@
-"""Last module that the fork server imports. Its forks inherit a composed configuration and frozen objects."""
+"""Last module that the fork server imports. Its forks inherit a composed configuration and
+frozen objects."""
 
 import gc
 

@@ -1,4 +1,5 @@
-"""Configurations composed from ``conf/`` as on the command line, overrides for small models, and their plans."""
+"""Configurations composed from ``conf/`` as on the command line, overrides for small models, and
+their plans."""
 
 import copy
 from functools import cache
@@ -32,19 +33,25 @@ TINY = (
 
 
 def compose_config(*overrides: str, name: str = "train") -> DictConfig:
-    """The configuration of a command. Hydra composes each selection of files once; other overrides change a copy."""
+    """The configuration of a command. Hydra composes each selection of files once; other
+    overrides change a copy."""
     parsed = {word: _parsed(word) for word in overrides}
     files = tuple(word for word, override in parsed.items() if _chooses_a_file(override))
     if len(parsed) < len(overrides):  # ``parsed`` has lost the place of a repeated word
         return copy.deepcopy(_composed(name, overrides))
     cfg = copy.deepcopy(_composed(name, files))
-    ConfigLoaderImpl._apply_overrides_to_config([parsed[word] for word in overrides if word not in files], cfg)
+    ConfigLoaderImpl._apply_overrides_to_config(
+        [parsed[word] for word in overrides if word not in files], cfg
+    )
     return cfg
 
 
 @cache
 def _composed(name: str, overrides: tuple[str, ...]) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"), patch.object(ConfigRepository, "load_config", _load):
+    with (
+        initialize_config_dir(str(CONF), version_base="1.3"),
+        patch.object(ConfigRepository, "load_config", _load),
+    ):
         return compose(name, overrides=list(overrides))
 
 
@@ -53,7 +60,8 @@ LOAD_CONFIG = ConfigRepository.load_config
 
 
 def _load(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
-    """A copy of a configuration file that is read once, because reading takes half of the time of a composition."""
+    """A copy of a configuration file that is read once, because reading takes half of the time
+    of a composition."""
     if config_path not in CACHED_FILES:
         CACHED_FILES[config_path] = LOAD_CONFIG(repository, config_path)
     if file := copy.copy(CACHED_FILES[config_path]):
@@ -69,12 +77,22 @@ def _parsed(word: str) -> Override:
 def _chooses_a_file(override: Override) -> bool:
     """Whether the override selects a file, so that Hydra needs it before it reads files."""
     group = override.key_or_group
-    return group in GROUPS or group.startswith("hydra") or override.package is not None or override.is_sweep_override()
+    return (
+        group in GROUPS
+        or group.startswith("hydra")
+        or override.package is not None
+        or override.is_sweep_override()
+    )
 
 
 def jobs(words: list[str]) -> list[list[str]]:
     """The words of each job of a sweep with these words."""
-    return [list(job) for job in BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(words), None)[0]]
+    return [
+        list(job)
+        for job in BasicSweeper.split_arguments(
+            OverridesParser.create().parse_overrides(words), None
+        )[0]
+    ]
 
 
 def variant_file(variant: str) -> dict:
@@ -83,7 +101,8 @@ def variant_file(variant: str) -> dict:
 
 
 def small(variant: str) -> list[str]:
-    """Overrides that shrink a variant's sublayers to the sizes under ``small`` in its file, which fit ``TINY``."""
+    """Overrides that shrink a variant's sublayers to the sizes under ``small`` in its file,
+    which fit ``TINY``."""
     node = (variant_file(variant).get("small") or {}).items()
     return [
         f"variant.{name}.{key}={'null' if value is None else value}"
@@ -94,9 +113,14 @@ def small(variant: str) -> list[str]:
 
 
 def sized(variant: str) -> list[str]:
-    """``variant=..``, ``small(variant)``, and the sizes of the model under ``small`` in the variant's file."""
+    """``variant=..``, ``small(variant)``, and the sizes of the model under ``small`` in the
+    variant's file."""
     sizes = (variant_file(variant).get("small") or {}).get("model") or {}
-    return [f"variant={variant}", *small(variant), *(f"model.{key}={value}" for key, value in sizes.items())]
+    return [
+        f"variant={variant}",
+        *small(variant),
+        *(f"model.{key}={value}" for key, value in sizes.items()),
+    ]
 
 
 def plan(*overrides: str) -> Plan:

@@ -24,22 +24,59 @@ from tests.small_configs import CONF, compose_config, plan
 from train import train
 
 SMALL = (
-    *("model.d_model=16", "model.layers=2", "model.heads=2", "model.span=16", "model.default_bytes=1024"),
-    *("data=recall", "data.bytes=20000", "data.distances=[3,5]", "batch.streams=4", "batch.segment=16"),
-    *("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1", "record.every_steps=2"),
-    *("eval.streams=3", "eval.segment=64", "eval.every=0.25", "eval.selection_bytes=200", "eval.bytes=400"),
+    *(
+        "model.d_model=16",
+        "model.layers=2",
+        "model.heads=2",
+        "model.span=16",
+        "model.default_bytes=1024",
+    ),
+    *(
+        "data=recall",
+        "data.bytes=20000",
+        "data.distances=[3,5]",
+        "batch.streams=4",
+        "batch.segment=16",
+    ),
+    *(
+        "runtime.device=cpu",
+        "runtime.precision=float32",
+        "runtime.threads=1",
+        "record.every_steps=2",
+    ),
+    *(
+        "eval.streams=3",
+        "eval.segment=64",
+        "eval.every=0.25",
+        "eval.selection_bytes=200",
+        "eval.bytes=400",
+    ),
     *("eval.windows=false", "eval.test=true", "checkpoint.every_seconds=null"),
 )
-MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.heads=2", "variant.memory.d_query=8")
+MEMORY = (
+    "variant.memory.half_keys=8",
+    "variant.memory.top_k=4",
+    "variant.memory.heads=2",
+    "variant.memory.d_query=8",
+)
 VARIANTS = {
     "mhsa": ("variant=mhsa",),
     "adaptive_span": ("variant=adaptive_span", "variant.attention.span.ramp=4"),
     "all_attention": ("variant=all_attention", "variant.attention.persistent.number=8"),
     "product_key_memory": ("variant=product_key_memory", *MEMORY),
 }
-SPARSE = (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "optim=adagrad", "optim.lr=0.003")
+SPARSE = (
+    *VARIANTS["product_key_memory"],
+    "variant.memory.sparse=true",
+    "optim=adagrad",
+    "optim.lr=0.003",
+)
 SPARSE += ("optim.schedule.warmup_steps=0",)
-SPANS = (*VARIANTS["adaptive_span"], "variant.attention.span.initial=0.3", "variant.groups.spans.lr_scale=5.0")
+SPANS = (
+    *VARIANTS["adaptive_span"],
+    "variant.attention.span.initial=0.3",
+    "variant.groups.spans.lr_scale=5.0",
+)
 DROPOUT = ("model.dropout=0.1", "model.embedding_dropout=0.1")
 CARRY = ("batch.carry=true",)
 
@@ -75,7 +112,11 @@ def saved(trainer: Trainer) -> dict:
 
 def tensors(state) -> list[torch.Tensor]:
     """All tensors of a carried state."""
-    return [state] if isinstance(state, torch.Tensor) else [t for part in state or () for t in tensors(part)]
+    return (
+        [state]
+        if isinstance(state, torch.Tensor)
+        else [t for part in state or () for t in tensors(part)]
+    )
 
 
 def make_run(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
@@ -83,7 +124,9 @@ def make_run(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
     hydra_config = copy.deepcopy(_hydra())
     hydra_config.hydra.overrides.task = [*SMALL, *overrides]
     HydraConfig.instance().set_config(hydra_config)
-    run = prepare(compose_config(*SMALL, *overrides), command="python train.py", processes=processes)
+    run = prepare(
+        compose_config(*SMALL, *overrides), command="python train.py", processes=processes
+    )
     run.folder.path = run.folder.path.absolute()  # tests change the current folder
     return run
 
@@ -107,7 +150,8 @@ def whole_run(*overrides: str) -> tuple[Run, dict]:
 
 
 def rows_of(run: Run) -> list[dict]:
-    """The rows of the record without times, memory and commit. All else must be equal when a run is repeated."""
+    """The rows of the record without times, memory and commit. All else must be equal when a run
+    is repeated."""
     differing = ("clock", "memory", "commit")
     rows = read_rows(run.folder.path / RECORD)
     return [{key: value for key, value in row.items() if key not in differing} for row in rows]
@@ -127,7 +171,8 @@ def after_step(run: Run, step: int, do: Callable[[], None]) -> Run:
 
 
 def stop(run: Run, *, step: int):
-    """Train, send SIGTERM after that step, and assert that the run ends with the exit code of SIGTERM."""
+    """Train, send SIGTERM after that step, and assert that the run ends with the exit code of
+    SIGTERM."""
     after_step(run, step, lambda: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit) as caught:
         run_to_end(run)

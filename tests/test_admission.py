@@ -1,4 +1,5 @@
-"""A mechanism that breaks the contract at the sizes of a run is refused before training, or marked after scoring."""
+"""A mechanism that breaks the contract at the sizes of a run is refused before training, or
+marked after scoring."""
 
 import importlib
 import json
@@ -15,13 +16,17 @@ from tests.command_line import empty_folder as cwd  # noqa: F401 - a fixture
 from tests.small_configs import plan
 from variants.conformance import Finding
 
-YAML = "toy: {{_target_: tests.broken_at_run_size.{cls}, _partial_: true}}\nname: mine\nlayers: [toy]\nat: {{}}\ngroups: {{}}\n"
+YAML = (
+    "toy: {{_target_: tests.broken_at_run_size.{cls}, _partial_: true}}\nname: mine\nlayers: "
+    "[toy]\nat: {{}}\ngroups: {{}}\n"
+)
 SIZES = ("batch.segment=128", "eval.segment=128", "eval.bytes=600", "position=none")
 WORDS = ("-cd", "my_conf", "trust=[tests.broken_at_run_size]", "variant=mine")
 
 
 def toy(cwd: Path, cls: str) -> tuple[str, ...]:  # noqa: F811
-    """Write the YAML of a sublayer of ``broken_at_run_size.py``. Returns the words of a two-second training command."""
+    """Write the YAML of a sublayer of ``broken_at_run_size.py``. Returns the words of a
+    two-second training command."""
     (cwd / "my_conf" / "variant").mkdir(parents=True, exist_ok=True)
     (cwd / "my_conf" / "variant" / "mine.yaml").write_text(YAML.format(cls=cls), encoding="utf-8")
     return (*WORDS, *TINY, *GENERATED, *SIZES)
@@ -33,12 +38,20 @@ def raise_no_home() -> Path:
 
 def test_a_mechanism_that_is_broken_at_the_sizes_of_the_run_is_refused(cwd, monkeypatch):  # noqa: F811
     words = toy(cwd, "ShortWindow")
-    refused = "no byte beyond the declared reach matters at the sizes of the run: eval, 2 x 128 bytes, all up to byte"
+    refused = (
+        "no byte beyond the declared reach matters at the sizes of the run: eval, 2 x 128 "
+        "bytes, all up to byte"
+    )
     outcome = train(*words)
     assert outcome.code == 2 and f"variant=mine: {refused}" in outcome.err, outcome
-    assert 'check=false trains anyway and marks the row "unchecked"' in outcome.err and not (cwd / "outputs").exists()
+    assert (
+        'check=false trains anyway and marks the row "unchecked"' in outcome.err
+        and not (cwd / "outputs").exists()
+    )
     assert "it is checked once at the sizes of this run" in outcome.out
-    monkeypatch.setattr("harness.check.conformance.findings", lambda plan: [Finding("a promise", True, "kept")])
+    monkeypatch.setattr(
+        "harness.check.conformance.findings", lambda plan: [Finding("a promise", True, "kept")]
+    )
     outcome = call("bench/check.py", *words, "model.cache=kv", "model.attend_self=true")
     assert outcome.code == 1 and f"\n  FAIL  {refused}" in outcome.out, outcome
 
@@ -57,7 +70,10 @@ def test_a_passed_check_is_cached_for_its_sizes_and_version_of_torch(cwd, monkey
         importlib.reload(harness)
         outcome = train(*words, "seed=2")
         assert outcome.code == 0 and "it is checked once" in outcome.out, outcome.err
-        assert "no home folder; set XDG_CACHE_HOME" in train(*words, "data=enwik8", "data.bytes=null").err
+        assert (
+            "no home folder; set XDG_CACHE_HOME"
+            in train(*words, "data=enwik8", "data.bytes=null").err
+        )
     with monkeypatch.context() as updated:
         files = []
         (cwd / "none.json").write_text("{}")
@@ -93,20 +109,31 @@ def test_an_unchecked_run_is_trained_marked_and_not_compared(cwd, monkeypatch): 
     train(*words, "seed=1")
     assert sorted(row["check"] for row in summaries(cwd / "outputs")) == ["not causal", "unchecked"]
     report = call("bench/report.py", "outputs")
-    assert all(f"{check}: not compared" in report.out + report.err for check in ("unchecked", "not causal"))
+    assert all(
+        f"{check}: not compared" in report.out + report.err for check in ("unchecked", "not causal")
+    )
 
 
 def test_a_model_whose_final_score_is_not_causal_is_marked(cwd):  # noqa: F811
     wide = ("model.d_model=64", "eval.windows=true", "eval.test=true", "optim.lr=0.05")
     outcome = train(*toy(cwd, "LeaksWhenWide"), *wide)
-    assert outcome.code == 0 and "final valid: NOT CAUSAL: bytes after a position change" in outcome.out, outcome
+    assert (
+        outcome.code == 0
+        and "final valid: NOT CAUSAL: bytes after a position change" in outcome.out
+    ), outcome
     (summary,) = summaries(cwd / "outputs")
     (run,) = run_folders(cwd / "outputs")
     rows = [json.loads(line) for line in (run / "record.jsonl").read_text().splitlines()]
     assert summary["check"] == "not causal"
-    assert [row["check"] for row in rows if row.get("final")] == ["not causal"] * 2 and rows[0]["check"] == "passed"
+    assert [row["check"] for row in rows if row.get("final")] == ["not causal"] * 2 and rows[0][
+        "check"
+    ] == "passed"
     outcome = call(
-        "bench/evaluate.py", f"run={run}", "split=test", "trust=[tests.broken_at_run_size]", "runtime.device=cpu"
+        "bench/evaluate.py",
+        f"run={run}",
+        "split=test",
+        "trust=[tests.broken_at_run_size]",
+        "runtime.device=cpu",
     )
     assert outcome.code == 0 and "NOT CAUSAL" in outcome.out, outcome
     assert json.loads((run / "evaluations.jsonl").read_text())["check"] == "not causal"

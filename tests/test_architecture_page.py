@@ -1,4 +1,5 @@
-"""``docs/architecture.md``: the files through which a batch reaches the kernel, and a score reaches its row."""
+"""``docs/architecture.md``: the files through which a batch reaches the kernel, and a score
+reaches its row."""
 
 import re
 import traceback
@@ -26,7 +27,11 @@ def files_on_page(title: str) -> list[str]:
 def files_on_stack() -> list[str]:
     """The product's files on the call stack, from the outermost."""
     paths = (frame.filename for frame in traceback.extract_stack())
-    ours = (path.removeprefix(f"{ROOT}/") for path in paths if path.startswith(f"{ROOT}/") and ".venv" not in path)
+    ours = (
+        path.removeprefix(f"{ROOT}/")
+        for path in paths
+        if path.startswith(f"{ROOT}/") and ".venv" not in path
+    )
     return list(dict.fromkeys(path for path in ours if not path.startswith("tests/")))
 
 
@@ -48,8 +53,15 @@ def test_the_page_names_the_files_of_the_call_stacks(cwd, monkeypatch):
     watch(rows.Record, "append", "row")
     outcome = train(*GENERATED, "variant=mhsa", "eval.every=0.5")
     assert outcome.code == 0, outcome
-    steps = [stack for stack in stacks["kernel"] if {"harness/loop/step.py", "harness/loop/run.py"} <= {*stack}]
-    assert list(dict.fromkeys(steps[0])) == files_on_page("A batch") and len(files_on_page("A batch")) <= 14
+    steps = [
+        stack
+        for stack in stacks["kernel"]
+        if {"harness/loop/step.py", "harness/loop/run.py"} <= {*stack}
+    ]
+    assert (
+        list(dict.fromkeys(steps[0])) == files_on_page("A batch")
+        and len(files_on_page("A batch")) <= 14
+    )
     folders = ("harness/loop", "harness/record/rows")
     listed_files = [path for path in files_on_page("A number") if path.startswith(folders)]
     visited = {path for stack in stacks["score"] + stacks["row"] for path in stack}
@@ -75,5 +87,9 @@ def test_a_step_of_adaptive_span_passes_the_same_files():
     adaptive = small_runs.make_trainer(*small_runs.VARIANTS["adaptive_span"])
     with Walk(target="_forward") as step:  # the kernel's last forward pass
         adaptive.step()
-    inner = {*files_on_page("A batch")} - {"train.py", "harness/compose/cli.py", "harness/loop/run.py"}
+    inner = {*files_on_page("A batch")} - {
+        "train.py",
+        "harness/compose/cli.py",
+        "harness/loop/run.py",
+    }
     assert {file_of(code) for code in step.stack} == inner

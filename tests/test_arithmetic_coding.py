@@ -19,7 +19,8 @@ def test_symbols_are_decoded_and_the_code_has_the_length_of_their_information():
     counts[:, -1] += TOTAL - counts.sum(axis=1)
     ends = counts.cumsum(axis=1)
     symbols = [int(draw.choice(257, p=row / TOTAL)) for row in counts]
-    symbols[::50] = [int(row.argmin()) for row in counts[::50]]  # the rarest symbols cost about 24 bits
+    # the rarest symbols cost about 24 bits
+    symbols[::50] = [int(row.argmin()) for row in counts[::50]]
     encoder = Encoder()
     for row, symbol in zip(ends, symbols, strict=True):
         encoder.code(row, symbol)
@@ -32,7 +33,8 @@ def test_symbols_are_decoded_and_the_code_has_the_length_of_their_information():
 
 
 def test_a_carry_propagates_through_bytes_of_255():
-    """Near the top of the interval all settled bytes are 255, until a symbol's carry turns them into zeros."""
+    """Near the top of the interval all settled bytes are 255, until a symbol's carry turns them
+    into zeros."""
     ends, last = np.array([1, TOTAL - 1, TOTAL]), 2
     for tail in ([1] * 40, [last] * 3, [0], [1, 0, last]):
         for lead in range(1, 12):
@@ -43,7 +45,11 @@ def test_a_carry_propagates_through_bytes_of_255():
             decoder = Decoder(encoder.finish())
             assert [decoder.code(ends, 0) for _ in symbols] == symbols
     encoder = Encoder()
-    encoder._settled, encoder._low, encoder._width = bytearray(b"\x07\xff\xff"), (1 << 64) - 1, 1 << 50
+    encoder._settled, encoder._low, encoder._width = (
+        bytearray(b"\x07\xff\xff"),
+        (1 << 64) - 1,
+        1 << 50,
+    )
     encoder.code(np.array([1 << 23, TOTAL]), 1)
     assert encoder.finish().startswith(b"\x08\0\0")
 
@@ -66,4 +72,10 @@ def test_weights_of_nan_are_refused():
         model.head.weight.fill_(math.nan)
     coding = {"streams": 5, "symbols": bytes(range(256))}
     with pytest.raises(ValueError, match="run: its weights give logits that are not finite"):
-        code_streams(Encoder(), b"some text" * 9, model=model, runtime=configure_torch(plan(*TINY).runtime), **coding)
+        code_streams(
+            Encoder(),
+            b"some text" * 9,
+            model=model,
+            runtime=configure_torch(plan(*TINY).runtime),
+            **coding,
+        )

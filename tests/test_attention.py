@@ -27,13 +27,17 @@ from variants.kernels import operation, triton_window, window_cpu
 from variants.position import NoPosition
 
 pytestmark = pytest.mark.numeric
-BACKENDS = pytest.mark.parametrize("backend", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
+BACKENDS = pytest.mark.parametrize(
+    "backend", ["plain", "fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)]
+)
 
 
 @BACKENDS
 def test_with_biases_and_a_span_over_all_keys_it_equals_torchs_multihead_attention(backend):
     torch.manual_seed(0)
-    context = LayerContext(d_model=6, layer=0, n_layers=1, heads=3, span=11, backend=backend, scheme=NoPosition)
+    context = LayerContext(
+        d_model=6, layer=0, n_layers=1, heads=3, span=11, backend=backend, scheme=NoPosition
+    )
     ours = Attention(context, bias=True, zero_init=False).to(DOUBLE)
     theirs = nn.MultiheadAttention(6, 3, batch_first=True, dtype=DOUBLE)
     with torch.no_grad():
@@ -46,7 +50,9 @@ def test_with_biases_and_a_span_over_all_keys_it_equals_torchs_multihead_attenti
     expected = theirs(x, x, x, attn_mask=future, need_weights=False)[0]
     assert_same(y, expected, named={"x": x} | dict(ours.output.named_parameters()))
     for kind in ("weight", "bias"):
-        actual = torch.cat(gradients(y, [getattr(part, kind) for part in (ours.query, ours.key, ours.value)]))
+        actual = torch.cat(
+            gradients(y, [getattr(part, kind) for part in (ours.query, ours.key, ours.value)])
+        )
         assert_near(actual, gradients(expected, [getattr(theirs, f"in_proj_{kind}")])[0])
 
 
@@ -59,7 +65,9 @@ def lengths(state) -> list[int]:
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("attend_self", [True, False])
 def test_with_the_cpu_kernel_each_head_carries_only_the_keys_that_it_can_reach(attend_self):
-    case = Case(length=400, span=300, heads=4, spans="zero", position="rotary", attend_self=attend_self)
+    case = Case(
+        length=400, span=300, heads=4, spans="zero", position="rotary", attend_self=attend_self
+    )
     attention, (_, x) = case.build(), case.stream()
     full_state = attention(x, None, starts(0)).state
     assert full_state[0].shape[2] == 299 + (not attend_self)
@@ -76,7 +84,12 @@ def test_with_the_cpu_kernel_each_head_carries_only_the_keys_that_it_can_reach(a
             assert attention.span.max_keys == (128, 128, 128, 300)
         attention.wanted_backend = "plain"
         expected = attention(next_x, full_state, starts(400)).y
-        for backend, carried in (("plain", state), ("fused", state), ("kernel", state), ("kernel", full_state)):
+        for backend, carried in (
+            ("plain", state),
+            ("fused", state),
+            ("kernel", state),
+            ("kernel", full_state),
+        ):
             attention.wanted_backend = backend
             with patch.object(operation, "attend", wraps=operation.attend) as call:
                 out = attention(next_x, carried, starts(400), collect_stats=True)
@@ -87,14 +100,18 @@ def test_with_the_cpu_kernel_each_head_carries_only_the_keys_that_it_can_reach(a
 
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
 def test_a_state_of_another_length_is_accepted(cache):
-    """A past longer than the window is cut, a shorter one is used as it is, and an empty one equals no state."""
-    long, short = (Case(length=3, past=20, span=span, cache=cache, position="rotary") for span in (15, 6))
+    """A past longer than the window is cut, a shorter one is used as it is, and an empty one
+    equals no state."""
+    long, short = (
+        Case(length=3, past=20, span=span, cache=cache, position="rotary") for span in (15, 6)
+    )
     past, x = long.stream()
     from_long, from_short = (case.build()(past, None, starts(0)).state for case in (long, short))
     assert (from_long.shape[1] if cache == "hidden" else from_long[0].shape[2]) == 14
     expected = reference_output(short.build(), x=x, past=past, position="rotary")
     assert_near(short.build()(x, from_long, starts(20)).y, expected)
-    expected = reference_output(long.build(), x=x, past=past[:, 15:], position="rotary")  # a span of 6 carries 5 keys
+    # a span of 6 carries 5 keys
+    expected = reference_output(long.build(), x=x, past=past[:, 15:], position="rotary")
     assert_near(long.build()(x, from_short, starts(20)).y, expected)
     narrow = Case(length=3, span=1, cache=cache, position="rotary").build()
     empty = narrow(x, None, starts(20))
@@ -122,12 +139,20 @@ def test_under_bfloat16_autocast_every_backend_is_close_to_float32(spans):
 @pytest.mark.parametrize("cache", ["kv", "hidden"])
 @pytest.mark.parametrize("span", [20, 300])
 def test_a_carried_state_is_no_view_of_a_much_larger_tensor(span, cache):
-    for backend, spans in (("plain", "fixed"), ("chunked", "zero"), ("fused", "zero"), ("kernel", "zero")):
+    for backend, spans in (
+        ("plain", "fixed"),
+        ("chunked", "zero"),
+        ("fused", "zero"),
+        ("kernel", "zero"),
+    ):
         case = Case(length=200, span=span, ramp=2, cache=cache, backend=backend, spans=spans)
         attention, (_, x), state = case.build(), case.stream(), None
         for step in range(3):
             state = attention(x.detach(), state, starts(step * 200)).state
-        memory = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state_tensors(state)}
+        memory = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in state_tensors(state)
+        }
         assert 3 * sum(memory.values()) <= 4 * sum(t.nbytes for t in state_tensors(state)), backend
 
 
@@ -137,7 +162,9 @@ def test_under_autocast_the_hidden_cache_is_bfloat16_without_a_change_of_the_out
     attention, x = case.build().float(), case.stream()[1].detach().float()
     with torch.autocast("cpu", torch.bfloat16):
         state = attention(x, None, starts(0)).state
-        from_state, from_float32 = (attention(x, past, starts(20)).y for past in (state, x[:, -state.shape[1] :]))
+        from_state, from_float32 = (
+            attention(x, past, starts(20)).y for past in (state, x[:, -state.shape[1] :])
+        )
     assert state.dtype == torch.bfloat16 and torch.equal(from_state, from_float32)
 
 
@@ -155,19 +182,38 @@ SELECTED = [
     ({}, GPU, None, "chunked"),  # until a comparison on the device selects another
     ({"backend": "kernel"}, GPU, None, "kernel"),
     ({"backend": "fused"}, GPU, None, "fused"),
-    ({"backend": "fused", "dropout": 0.5}, CPU, None, r"fused.*model\.dropout=0\.5.*allowed are auto, plain, chunked"),
+    (
+        {"backend": "fused", "dropout": 0.5},
+        CPU,
+        None,
+        r"fused.*model\.dropout=0\.5.*allowed are auto, plain, chunked",
+    ),
     ({"backend": "fused", "position": "relative"}, CPU, None, "bias depends on the query"),
     ({"backend": "fused", "parts": "key_bias"}, CPU, None, "fused cannot run with a key bias"),
     ({"backend": "fused", "spans": "dynamic"}, CPU, None, "fused.*spans that depend on the input"),
-    ({"backend": "kernel", "spans": "dynamic"}, CPU, None, "kernel.*spans that depend on the input"),
-    ({"backend": "kernel"}, CPU, OBSTACLE, rf"kernel cannot run with {OBSTACLE}.*allowed are auto, fused, plain"),
+    (
+        {"backend": "kernel", "spans": "dynamic"},
+        CPU,
+        None,
+        "kernel.*spans that depend on the input",
+    ),
+    (
+        {"backend": "kernel"},
+        CPU,
+        OBSTACLE,
+        rf"kernel cannot run with {OBSTACLE}.*allowed are auto, fused, plain",
+    ),
     ({"backend": "kernel"}, GPU, OBSTACLE, f"runtime.backend=kernel cannot run with {OBSTACLE}"),
     ({"backend": "fused"}, MAC, None, "runtime.backend=fused cannot run with runtime.device=mps"),
 ]
 
 
-@pytest.mark.parametrize("choices, device, obstacle, expected", SELECTED, ids=lambda value: str(value)[:40])
-def test_a_backend_is_selected_or_refused_with_a_reason(choices, device, obstacle, expected, monkeypatch):
+@pytest.mark.parametrize(
+    "choices, device, obstacle, expected", SELECTED, ids=lambda value: str(value)[:40]
+)
+def test_a_backend_is_selected_or_refused_with_a_reason(
+    choices, device, obstacle, expected, monkeypatch
+):
     """``obstacle`` is why the kernels are not available, or None."""
     for kernel in (window_cpu, triton_window):
         monkeypatch.setattr(kernel, "obstacle", lambda device, width: obstacle)
@@ -191,8 +237,15 @@ def test_one_file_compares_names_of_backends():
 
 @pytest.mark.cpu_kernel
 def test_heads_that_share_keys_carry_one_past_for_the_longest_of_their_spans():
-    case = Case(length=400, span=300, heads=4, kv_heads=2, spans="zero", position="rotary", backend="kernel")
+    case = Case(
+        length=400, span=300, heads=4, kv_heads=2, spans="zero", position="rotary", backend="kernel"
+    )
     attention, (_, x) = case.build(), case.stream()
     state = attention(x, None, starts(0)).state
     assert attention.span.max_keys == (64, 128, 128, 300) and lengths(state) == [191, 299]
-    assert Case(heads=4, kv_heads=1).build()(x, None, starts(0)).state[0].shape == (B, 1, 7, case.d_head)
+    assert Case(heads=4, kv_heads=1).build()(x, None, starts(0)).state[0].shape == (
+        B,
+        1,
+        7,
+        case.d_head,
+    )

@@ -8,9 +8,15 @@ from tests.attention_case import Case
 from tests.promises import memory, model_of
 
 CASES = [
-    ({"position": "rotary", "spans": "fractional", "persistent": 3}, ("plain", "chunked", "fused", "kernel")),
+    (
+        {"position": "rotary", "spans": "fractional", "persistent": 3},
+        ("plain", "chunked", "fused", "kernel"),
+    ),
     ({"position": "relative", "cache": "hidden", "attend_self": False}, ("plain", "kernel")),
-    ({"position": "alibi", "spans": "zero", "attend_self": False, "persistent": 3}, ("plain", "fused", "kernel")),
+    (
+        {"position": "alibi", "spans": "zero", "attend_self": False, "persistent": 3},
+        ("plain", "fused", "kernel"),
+    ),
     ({"position": "none", "spans": "dynamic", "cache": "hidden"}, ("plain", "chunked")),
 ]
 
@@ -28,7 +34,9 @@ def test_reported_weights_and_shares_reproduce_the_output_of_every_backend(choic
         y = inspection.weights @ segment.v
         if segment.persistent is not None:
             y = y + inspection.shares @ segment.persistent.v
-        assert torch.allclose(attention.output(rearrange(y, "B H T K -> B T (H K)")), attention(x).y)
+        assert torch.allclose(
+            attention.output(rearrange(y, "B H T K -> B T (H K)")), attention(x).y
+        )
         assert torch.allclose(inspection.weights, plain, rtol=0, atol=1e-12)
         assert not inspection.weights.triu(1).any()
 
@@ -44,7 +52,10 @@ def test_the_reported_soft_mask_follows_the_spans():
 
 def test_the_reported_slots_of_a_product_key_memory_reproduce_its_output():
     model = model_of(memory)().eval()
-    layer, x = next(iter(dict(model.sublayers()).values())), torch.randn(2, 9, model.embedding.embedding_dim)
+    layer, x = (
+        next(iter(dict(model.sublayers()).values())),
+        torch.randn(2, 9, model.embedding.embedding_dim),
+    )
     inspection = layer.inspect(x)
     y = (layer.values[inspection.entries] * inspection.shares[..., None]).sum(dim=(1, 3))
     assert inspection.weights is None and torch.allclose(y, layer(x).y, atol=1e-5)

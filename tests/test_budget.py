@@ -16,8 +16,18 @@ def test_fraction_and_done_follow_the_unit_that_is_set(unit):
     assert not budget.done(Spent(**{unit: 7})) and budget.done(Spent(**{unit: 8}))
 
 
-WRONG = ("budget.bytes=0", "budget.seconds=nan", "budget.steps=2.5", "optim.lr=0", "optim.clip=-1.0")
-WRONG += ("optim.schedule.warmup_fraction=1.5", "optim.schedule.decay=exp", "optim.schedule.floor=low")
+WRONG = (
+    "budget.bytes=0",
+    "budget.seconds=nan",
+    "budget.steps=2.5",
+    "optim.lr=0",
+    "optim.clip=-1.0",
+)
+WRONG += (
+    "optim.schedule.warmup_fraction=1.5",
+    "optim.schedule.decay=exp",
+    "optim.schedule.floor=low",
+)
 WRONG += ("optim.matrices.optimizer.momentum=1.0", "optim.matrices.optimizer.precision=float16")
 
 
@@ -25,12 +35,18 @@ def test_invalid_budgets_and_learning_rates_are_refused_by_key():
     for word in WRONG:
         with pytest.raises(ValueError, match=f"{re.escape(word)}: (must be|allowed are) ."):
             plan(word)
-    with pytest.raises(ValueError, match=r"budget\.seconds=5.*, budget\.steps=3.*budget\.bytes \| seconds \| steps"):
+    with pytest.raises(
+        ValueError, match=r"budget\.seconds=5.*, budget\.steps=3.*budget\.bytes \| seconds \| steps"
+    ):
         plan("budget.seconds=5", "budget.steps=3")
 
 
 def test_of_a_warmup_by_steps_and_one_by_fraction_the_lower_factor_applies():
-    assert [Schedule().factor(f, step=s) for f, s in [(0.0, 0), (0.5, 10), (1.0, 20)]] == [1.0, 1.0, 1.0]
+    assert [Schedule().factor(f, step=s) for f, s in [(0.0, 0), (0.5, 10), (1.0, 20)]] == [
+        1.0,
+        1.0,
+        1.0,
+    ]
     schedule = Schedule(warmup_steps=32000)  # as in the paper on adaptive spans
     assert schedule.factor(0.0, step=0) == 1 / 32000
     assert schedule.factor(0.3, step=15999) == 0.5

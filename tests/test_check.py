@@ -1,4 +1,5 @@
-"""``bench.check``: the combinations that it checks, FLOPs, backends, and the small sizes at which it checks."""
+"""``bench.check``: the combinations that it checks, FLOPs, backends, and the small sizes at
+which it checks."""
 
 import itertools
 import re
@@ -7,7 +8,13 @@ import pytest
 
 from bench.check import LIMITATION
 from harness.check.admission import admission
-from harness.check.conformance import NEEDED_FLOPS, backends_agree, compare_flops, findings, needed_at_most_executed
+from harness.check.conformance import (
+    NEEDED_FLOPS,
+    backends_agree,
+    compare_flops,
+    findings,
+    needed_at_most_executed,
+)
 from harness.check.small import shrink
 from harness.count.ideal import ideal_excuses
 from harness.plan.build import Plan, plan_run
@@ -61,7 +68,9 @@ def test_ideal_and_needed_flops_above_the_executed_ones_are_caught():
     ideal, needed = (finding for finding in findings(small) if not finding.passed)
     assert ideal == compare_flops(small) and needed.promise == NEEDED_FLOPS
     executed = r"[\d,]+ executed per byte"
-    assert re.match(rf"eval, 26 bytes after a full past: 2,000,\d+,\d+ ideal, {executed}", ideal.detail)
+    assert re.match(
+        rf"eval, 26 bytes after a full past: 2,000,\d+,\d+ ideal, {executed}", ideal.detail
+    )
     line = rf"train, {{}} bytes carried: 6,000,\d+,\d+ needed, {executed}"
     assert re.fullmatch(f"{line.format(0)}; {line.format(26)}", needed.detail)
     breaks, compared = collect_breaks(needed_at_most_executed(shrink(toy(Gate))))
@@ -69,22 +78,34 @@ def test_ideal_and_needed_flops_above_the_executed_ones_are_caught():
 
 
 def test_needed_flops_below_the_ideal_ones_are_caught_before_training():
-    assert "layers.0.toy: NeededFlops(forward=0.0" in compare_flops(shrink(toy(NeedsNothing))).detail
+    assert (
+        "layers.0.toy: NeededFlops(forward=0.0" in compare_flops(shrink(toy(NeedsNothing))).detail
+    )
 
 
 def test_ideal_flops_far_below_the_executed_ones_are_caught_or_excused_by_a_limit():
     """The layers also have a feed-forward sublayer, whose FLOPs must not hide the fault."""
-    with_feed_forward = ("+variant.feed_forward={_target_: variants.feed_forward.FeedForward, _partial_: true}",)
+    with_feed_forward = (
+        "+variant.feed_forward={_target_: variants.feed_forward.FeedForward, _partial_: true}",
+    )
 
     def small(cls: type) -> Plan:
         return shrink(toy(cls, *with_feed_forward, "variant.layers=[toy,feed_forward]"))
 
-    broken, excused = compare_flops(small(UnderstatesFlops)), compare_flops(small(DeclaresUnderstatement))
-    detail = r"layers\.0\.toy: ideal is 0\.0002\d of 4,096 executed per byte; must be at least 0\.5, or the"
+    broken, excused = (
+        compare_flops(small(UnderstatesFlops)),
+        compare_flops(small(DeclaresUnderstatement)),
+    )
+    detail = (
+        r"layers\.0\.toy: ideal is 0\.0002\d of 4,096 executed per byte; must be at least "
+        r"0\.5, or the"
+    )
     assert not broken.passed and re.match(detail, broken.detail), broken
     assert excused.passed and "0.0002" in excused.detail
     line = "layers.0.toy: ideal FLOPs may be less than half of the executed ones"
-    assert [ideal_excuses(small(cls).make_model())[:1] for cls in (DeclaresUnderstatement, Gate)] == [[line], []]
+    assert [
+        ideal_excuses(small(cls).make_model())[:1] for cls in (DeclaresUnderstatement, Gate)
+    ] == [[line], []]
 
 
 @pytest.mark.cpu_kernel
@@ -119,7 +140,11 @@ def combination(plan: Plan) -> tuple:
 def test_every_combination_of_choices_is_checked(cwd, checked_plans):
     outcome = check("variant=mhsa")
     checked = [combination(plan) for plan in checked_plans]
-    factors = (("Alibi", "NoPosition", "Relative", "Rotary", "Sinusoidal"), ("kv", "hidden"), (True, False))
+    factors = (
+        ("Alibi", "NoPosition", "Relative", "Rotary", "Sinusoidal"),
+        ("kv", "hidden"),
+        (True, False),
+    )
     assert len(set(checked)) == len(checked)
     assert {c[:3] for c in checked if c[3] == "auto"} == set(itertools.product(*factors))
     plain = [c[:3] for c in checked if c[3] == "plain"]
@@ -127,15 +152,26 @@ def test_every_combination_of_choices_is_checked(cwd, checked_plans):
     for i, j in itertools.combinations(range(3), 2):
         assert {(c[i], c[j]) for c in plain} == set(itertools.product(factors[i], factors[j]))
     lines = outcome.out.splitlines()
-    assert outcome.code == 0 and lines[-2:] == ["mhsa: keeps the contract in 30 combinations", LIMITATION]
-    assert lines[0] == "pass  alibi, kv, attend_self=true, kernel: 1 promises" and not list(cwd.iterdir())
+    assert outcome.code == 0 and lines[-2:] == [
+        "mhsa: keeps the contract in 30 combinations",
+        LIMITATION,
+    ]
+    assert lines[0] == "pass  alibi, kv, attend_self=true, kernel: 1 promises" and not list(
+        cwd.iterdir()
+    )
 
 
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (("position.base=100.0", *SINGLE[1:], "runtime.backend=plain"), {("Rotary", "kv", True, "plain")}),
-        (("recipe=adaptive_span_12",), {("Relative", "hidden", False, name) for name in ("auto", "plain")}),
+        (
+            ("position.base=100.0", *SINGLE[1:], "runtime.backend=plain"),
+            {("Rotary", "kv", True, "plain")},
+        ),
+        (
+            ("recipe=adaptive_span_12",),
+            {("Relative", "hidden", False, name) for name in ("auto", "plain")},
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -147,17 +183,26 @@ def test_choices_on_the_command_line_are_not_varied(cwd, checked_plans, words, e
 def test_a_refused_combination_is_listed_and_does_not_count_as_passed(cwd, checked_plans):
     words = ("variant=dynamic_span", "position=rotary", *SINGLE[1:], "runtime.backend=fused")
     outcome = check(*words)
-    assert outcome.code == 2 and "runtime.backend=fused cannot run with spans that depend on the input" in outcome.err
+    assert (
+        outcome.code == 2
+        and "runtime.backend=fused cannot run with spans that depend on the input" in outcome.err
+    )
     assert not checked_plans and not outcome.out
     outcome = check("variant=mhsa", *SINGLE[1:], "variant.attention.d_head=5")
     (refused,) = [line for line in outcome.out.splitlines() if line.startswith("refused")]
     assert refused.startswith("refused  rotary, kv, attend_self=true: position=rotary: head width")
-    assert outcome.code == 0 and "\nmhsa: keeps the contract in 7 combinations, 1 refused\n" in outcome.out
+    assert (
+        outcome.code == 0
+        and "\nmhsa: keeps the contract in 7 combinations, 1 refused\n" in outcome.out
+    )
 
 
 def test_an_error_after_a_broken_promise_keeps_its_exit_code(cwd, monkeypatch):
     monkeypatch.setattr("bench.check.BROKEN", ["mhsa"])
-    assert check("variant=dynamic_span", "position=rotary", *SINGLE[1:], "runtime.backend=fused").code == 2
+    assert (
+        check("variant=dynamic_span", "position=rotary", *SINGLE[1:], "runtime.backend=fused").code
+        == 2
+    )
 
 
 POSITION = "from variants.position import Alibi\n\nclass Steep(Alibi):\n    pass\n"
@@ -170,26 +215,45 @@ def test_position_schemes_of_the_user_are_checked_as_well(cwd, checked_plans, im
     (cwd / "my_conf" / "position").mkdir()
     (cwd / "my_conf" / "position" / "steep.yaml").write_text(STEEP)
     outcome = check("-cd", "my_conf", "trust=[my_mixer]", "variant=mine", *SINGLE[1:])
-    assert outcome.code == 0 and "mine: keeps the contract in 6 combinations\n" in outcome.out, outcome
+    assert outcome.code == 0 and "mine: keeps the contract in 6 combinations\n" in outcome.out, (
+        outcome
+    )
     assert [combination(plan)[0] for plan in checked_plans].count("Steep") == 1
 
 
 LEAK = ("self.into(x)", "self.into(x if self.training else x.roll(-1, 1))")
 
 
-def test_a_broken_promise_is_shown_with_byte_and_mode_and_the_next_job_still_runs(cwd, imports, monkeypatch):
+def test_a_broken_promise_is_shown_with_byte_and_mode_and_the_next_job_still_runs(
+    cwd, imports, monkeypatch
+):
     monkeypatch.setattr("harness.check.admission.findings_at_sizes", lambda plan: [])
     write(cwd, module="my_mixer", conf="my_conf")
     (cwd / "my_mixer.py").write_text(MIXER.replace(*LEAK))
-    words = ("-cd", "my_conf", "-m", "trust=[my_mixer]", *SINGLE, "runtime.backend=plain", "variant=mine", "seed=0,1")
+    words = (
+        "-cd",
+        "my_conf",
+        "-m",
+        "trust=[my_mixer]",
+        *SINGLE,
+        "runtime.backend=plain",
+        "variant=mine",
+        "seed=0,1",
+    )
     outcome = check(*words)
     lines = outcome.out.splitlines()
     assert outcome.code == 1 and not outcome.err and not list(cwd.glob("multirun*")), outcome
     assert re.match(r"FAIL  none, kv, attend_self=true, plain: \d of 29 promises broken", lines[0])
-    broken = [line for line in lines if line.startswith("  FAIL  evaluation does not see the future: ")]
-    detail = r"all from byte 1 on changed: layers\.0\.mixer moved by [\d.e-]+ at byte 0 of stream \d"
+    broken = [
+        line for line in lines if line.startswith("  FAIL  evaluation does not see the future: ")
+    ]
+    detail = (
+        r"all from byte 1 on changed: layers\.0\.mixer moved by [\d.e-]+ at byte 0 of stream \d"
+    )
     assert len(broken) == 2 and re.search(detail, broken[0])
-    assert re.match(r"mine: \d promises broken; it keeps the contract in 0 of 1 combination$", lines[-2])
+    assert re.match(
+        r"mine: \d promises broken; it keeps the contract in 0 of 1 combination$", lines[-2]
+    )
 
 
 # Backends
@@ -200,8 +264,12 @@ FAST_BACKENDS = {"fused": operation, "kernel": window_cpu}
 @pytest.mark.parametrize("backend", ["fused", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
 def test_a_wrong_fast_backend_is_caught(monkeypatch, backend):
     correct = FAST_BACKENDS[backend].attend
-    monkeypatch.setattr(FAST_BACKENDS[backend], "attend", lambda *a, **b: correct(*a, **b) * (1 + 1e-6))
-    finding = backends_agree(shrink(plan("variant=adaptive_span", f"runtime.backend={backend}")), backend)
+    monkeypatch.setattr(
+        FAST_BACKENDS[backend], "attend", lambda *a, **b: correct(*a, **b) * (1 + 1e-6)
+    )
+    finding = backends_agree(
+        shrink(plan("variant=adaptive_span", f"runtime.backend={backend}")), backend
+    )
     assert not finding.passed and finding.promise == f"the {backend} backend equals the plain one"
     assert re.match(r"span 78, eval: \S+ of .*, at most 1e-09", finding.detail)
 
@@ -225,24 +293,47 @@ class Phased(Gate):
 SMALL = "+variant.small={toy:{block:4},model:{span:12}}"
 
 
-def test_a_variant_is_checked_at_the_small_sizes_of_its_file_unless_the_command_line_sets_them(cwd, checked_plans):
+def test_a_variant_is_checked_at_the_small_sizes_of_its_file_unless_the_command_line_sets_them(
+    cwd, checked_plans
+):
     small = shrink(toy(Phased, SMALL))
-    assert small.model.span == 12 and [s.period for _, s in small.make_model().sublayers()] == [4, 4]
+    assert small.model.span == 12 and [s.period for _, s in small.make_model().sublayers()] == [
+        4,
+        4,
+    ]
     assert Subject(small.make_model, small.model.span, 256).length == 29
     assert Subject(toy(Phased).make_model, 13, 256).length == 6 * 64 + 5
     (cwd / "my_conf" / "variant").mkdir(parents=True)
-    text = "toy: {_target_: tests.test_check.Phased, _partial_: true}\nname: mine\nlayers: [toy]\nat: {}\ngroups: {}\n"
+    text = (
+        "toy: {_target_: tests.test_check.Phased, _partial_: true}\nname: mine\nlayers: "
+        "[toy]\nat: {}\ngroups: {}\n"
+    )
     text += "small: {toy: {block: 4}, model: {span: 12}}\n"
     (cwd / "my_conf" / "variant" / "mine.yaml").write_text(text)
-    words = ("-cd", "my_conf", "trust=[tests.test_check]", "variant=mine", *SINGLE, "runtime.backend=plain")
-    assert check(*words).code == 0 and check(*words, "+variant.toy.block=8", "model.span=20").code == 0
-    assert [(p.model.span, p.config["variant"]["toy"]["block"]) for p in checked_plans] == [(12, 4), (20, 8)]
+    words = (
+        "-cd",
+        "my_conf",
+        "trust=[tests.test_check]",
+        "variant=mine",
+        *SINGLE,
+        "runtime.backend=plain",
+    )
+    assert (
+        check(*words).code == 0 and check(*words, "+variant.toy.block=8", "model.span=20").code == 0
+    )
+    assert [(p.model.span, p.config["variant"]["toy"]["block"]) for p in checked_plans] == [
+        (12, 4),
+        (20, 8),
+    ]
 
 
 @pytest.mark.parametrize(
     "small, line",
     [
-        ("{toy:{blok:4}}", r"variant\.small: variant\.toy\.blok=4: no such key .*; allowed are block$"),
+        (
+            "{toy:{blok:4}}",
+            r"variant\.small: variant\.toy\.blok=4: no such key .*; allowed are block$",
+        ),
         ("{other:{block:4}}", r"variant\.small\.other=.*: no such key; allowed are .*toy, model"),
         ("[4]", r"variant\.small=\[4\]: must be a mapping or null"),
     ],
@@ -255,7 +346,10 @@ def test_small_sizes_with_unknown_keys_are_refused(small, line):
 @pytest.mark.parametrize(
     "words, layers",
     [
-        (("variant=product_key_memory", "model=base"), [["attention", "feed_forward"], ["attention", "memory"]]),
+        (
+            ("variant=product_key_memory", "model=base"),
+            [["attention", "feed_forward"], ["attention", "memory"]],
+        ),
         (
             ("variant=product_key_memory", "model.layers=3", "+variant.at.0=[memory]"),
             [["memory"], ["attention", "memory"], ["attention", "feed_forward"]],

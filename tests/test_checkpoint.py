@@ -28,7 +28,8 @@ def test_the_newest_checkpoints_and_the_best_weights_stay(tmp_path):
 
 
 def equal_bits(a: object, b: object) -> bool:
-    """Whether nested values have the same types, shapes and bits, NaN and the sign of 0 in tensors included."""
+    """Whether nested values have the same types, shapes and bits, NaN and the sign of 0 in
+    tensors included."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
@@ -49,7 +50,11 @@ def test_a_failed_write_leaves_the_older_checkpoint(tmp_path, monkeypatch, broke
     def fail(*_, **__):
         raise OSError("the disk is full")
 
-    owner, name = {"save": (torch, "save"), "fsync": (os, "fsync"), "replace": (type(tmp_path), "replace")}[broken]
+    owner, name = {
+        "save": (torch, "save"),
+        "fsync": (os, "fsync"),
+        "replace": (type(tmp_path), "replace"),
+    }[broken]
     monkeypatch.setattr(owner, name, fail)
     with pytest.raises(OSError, match="full"):
         checkpoint.save(tmp_path, {"step": 2}, step=2, keep=1)
@@ -63,7 +68,9 @@ def test_a_failed_write_leaves_the_older_checkpoint(tmp_path, monkeypatch, broke
 def test_a_checkpoint_of_another_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "FORMAT", FORMAT - 1)
     path = checkpoint.save(tmp_path, {}, step=1, keep=1)
-    with pytest.raises(ValueError, match=f"it is of format {FORMAT - 1}, and this code reads format {FORMAT}"):
+    with pytest.raises(
+        ValueError, match=f"it is of format {FORMAT - 1}, and this code reads format {FORMAT}"
+    ):
         checkpoint.load(path)
 
 
@@ -72,10 +79,16 @@ def test_a_checkpoint_has_plain_values_only_and_restores_a_run_exactly(tmp_path)
     for _ in range(3):
         trainer.step()
     content = saved(trainer) | {"rows": 7}
-    loaded = checkpoint.load(checkpoint.save(tmp_path, content, step=3, keep=1))  # refuses other types of values
+    # refuses other types of values
+    loaded = checkpoint.load(checkpoint.save(tmp_path, content, step=3, keep=1))
     assert loaded.keys() == content.keys() and loaded["rows"] == 7
-    assert loaded["spent"] == vars(trainer.state.spent) and loaded["random"]["python"] == random.getstate()
-    assert torch.equal(loaded["state"][0], trainer.state.carried[0]) and isinstance(loaded["state"][1], tuple)
+    assert (
+        loaded["spent"] == vars(trainer.state.spent)
+        and loaded["random"]["python"] == random.getstate()
+    )
+    assert torch.equal(loaded["state"][0], trainer.state.carried[0]) and isinstance(
+        loaded["state"][1], tuple
+    )
     restored = make_trainer("batch.carry=true", "model.dropout=0.1")
     restored.load_checkpoint(loaded)
     assert equal_bits(saved(restored) | {"rows": 7}, content)

@@ -1,4 +1,5 @@
-"""Verdicts on the claims of the results page: intervals, claims of several parts, and runs without a score."""
+"""Verdicts on the claims of the results page: intervals, claims of several parts, and runs
+without a score."""
 
 import pandas as pd
 
@@ -12,8 +13,12 @@ CLAIMED = ("mhsa", "adaptive_span", "uniform_span", "replayed_spans", "all_atten
 def runs_with_scores(bits: dict[str, list[float]]) -> pd.DataFrame:
     """Runs with these scores, one seed for each number."""
     common = {STATE: 100, MEASURES["FLOPs per byte, %"]: 1e6}
-    scores = [(name, seed, score) for name, seeds in bits.items() for seed, score in enumerate(seeds)]
-    return pd.DataFrame([{"variant": name, "seed": seed, TEST: score} | common for name, seed, score in scores])
+    scores = [
+        (name, seed, score) for name, seeds in bits.items() for seed, score in enumerate(seeds)
+    ]
+    return pd.DataFrame(
+        [{"variant": name, "seed": seed, TEST: score} | common for name, seed, score in scores]
+    )
 
 
 def verdicts(table: Table) -> list[str]:
@@ -28,11 +33,17 @@ def test_an_interval_decides_whether_a_claim_holds():
         ("lower", 0.05, [HOLDS, HOLDS, FAILS]),
         ("equal", 0.05, [FAILS, HOLDS, FAILS]),
     ):
-        assert [judge(case, expected=expected, margin=margin)[0] for case in (below, close, above)] == verdicts_of
+        assert [
+            judge(case, expected=expected, margin=margin)[0] for case in (below, close, above)
+        ] == verdicts_of
     assert judge(close, expected="equal", margin=0.02)[0] == UNDECIDED
     assert judge([0.0] * 3, expected="lower", margin=0.0)[0] == FAILS, "equal costs are not lower"
-    assert [judge(case, expected="lower", margin=0.0)[0] for case in (below[:2], [-1.0])] == [TOO_FEW, TOO_FEW]
-    assert judge(below, expected="lower", margin=0.0)[1] == "-0.1100 ± 0.0248"  # 4.303 x 0.01 / sqrt(3)
+    assert [judge(case, expected="lower", margin=0.0)[0] for case in (below[:2], [-1.0])] == [
+        TOO_FEW,
+        TOO_FEW,
+    ]
+    # 4.303 x 0.01 / sqrt(3)
+    assert judge(below, expected="lower", margin=0.0)[1] == "-0.1100 ± 0.0248"
 
 
 def test_a_claim_holds_if_all_of_its_parts_hold():
@@ -41,8 +52,8 @@ def test_a_claim_holds_if_all_of_its_parts_hold():
     runs = runs_with_scores(bits)
     runs.loc[runs["variant"].isin(["adaptive_span", "all_attention_6"]), STATE] = 50
     table = claims_table(runs)
-    # The first claim fails, because adaptive spans have less state but not fewer FLOPs. The second is undecided: they
-    # are not separated from a uniform span.
+    # The first claim fails, because adaptive spans have less state but not fewer FLOPs. The second
+    # is undecided: they are not separated from a uniform span.
     assert verdicts(table) == [FAILS, UNDECIDED, FAILS, HOLDS]
     assert "| -50.0000 ± 0.0000 | holds |" in to_markdown(table)
 

@@ -1,4 +1,5 @@
-"""``python -m bench.compress`` and ``bench.decompress``: a file is restored, or refused under other conditions."""
+"""``python -m bench.compress`` and ``bench.decompress``: a file is restored, or refused under
+other conditions."""
 
 import math
 import re
@@ -17,7 +18,10 @@ from tests.small_configs import CPU, compose_config
 from tests.small_runs import whole_run
 
 TEXT = b"One byte of each stream at a time, and the decoder does as the encoder did. " * 30
-LAST = r"(\d+\.\d{4}) bits per byte by the file, (\d+\.\d{4}) by the score of the same streams: ([+-]\d+\.\d\d) %\n$"
+LAST = (
+    r"(\d+\.\d{4}) bits per byte by the file, (\d+\.\d{4}) by the score of the same streams: "
+    r"([+-]\d+\.\d\d) %\n$"
+)
 """The last line that ``bench.compress`` prints."""
 
 
@@ -37,13 +41,17 @@ def byte_run(tmp_path_factory) -> Path:
 
 def run_command(module, *words: str):
     """Run a command of bench in this process."""
-    module.main.__wrapped__(compose_config(*CPU, *words, name=module.__name__.removeprefix("bench.")))
+    module.main.__wrapped__(
+        compose_config(*CPU, *words, name=module.__name__.removeprefix("bench."))
+    )
 
 
 def encode(run: Path, folder: Path, content: bytes, *words: str) -> Path:
     """Compress a file with this content. Returns the path of the compressed file."""
     (folder / "plain").write_bytes(content)
-    run_command(compress, f"run={run}", f"file={folder / 'plain'}", f"out={folder / 'code'}", *words)
+    run_command(
+        compress, f"run={run}", f"file={folder / 'plain'}", f"out={folder / 'code'}", *words
+    )
     return folder / "code"
 
 
@@ -61,9 +69,13 @@ def assert_refused(match: str, run: Path, packed: Path, *words: str):
     assert sorted(packed.parent.iterdir()) == before
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"aA" * 500, TEXT], ids=["empty", "one", "letters", "others"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"aA" * 500, TEXT], ids=["empty", "one", "letters", "others"]
+)
 @pytest.mark.parametrize("fixture", ["run", "byte_run"])
-def test_a_compressed_file_is_restored_and_its_size_is_printed(request, tmp_path, fixture, content, capsys):
+def test_a_compressed_file_is_restored_and_its_size_is_printed(
+    request, tmp_path, fixture, content, capsys
+):
     folder = request.getfixturevalue(fixture)
     packed = encode(folder, tmp_path, content, "streams=40")
     printed = capsys.readouterr().out
@@ -84,7 +96,8 @@ def test_the_payload_of_a_split_is_as_long_as_its_score_predicts(run, tmp_path, 
     assert decode(run, tmp_path / "code") == split and "; 0 escaped" in printed
     _, payload = unpack((tmp_path / "code").read_bytes(), key="file")
     predicted, bits = len(split) - 20, float(re.search(LAST, printed)[2])
-    assert 8 * len(payload) == pytest.approx(bits * predicted + 8 * 20, rel=0.005)  # 8 bits for each first byte
+    # 8 bits for each first byte
+    assert 8 * len(payload) == pytest.approx(bits * predicted + 8 * 20, rel=0.005)
 
 
 def test_the_default_number_of_streams_bounds_their_length(run, tmp_path, capsys, monkeypatch):
@@ -101,9 +114,9 @@ def test_a_header_is_short_and_has_all_conditions(run, tmp_path, monkeypatch):
     packed = encode(run, tmp_path, TEXT, "streams=40").read_bytes()
     header, payload = unpack(packed, key="file")
     assert packed.startswith(MAGIC) and len(packed) - len(payload) < 150
-    assert {name: header[name] for name in ("bytes", "streams", "threads", "precision", "device_kind")} == {
-        "bytes": len(TEXT), "streams": 40, "threads": 1, "precision": "float32", "device_kind": "cpu"
-    }  # fmt: skip
+    expected = {"bytes": len(TEXT), "streams": 40, "threads": 1}
+    expected |= {"precision": "float32", "device_kind": "cpu"}
+    assert {name: header[name] for name in expected} == expected
     assert header["torch"] == torch.__version__ and len(header["sha256"]) == 64
     assert max(stream_lengths(len(TEXT), 40)) == math.ceil(len(TEXT) / 40)
 
@@ -123,7 +136,10 @@ def packed(packed_text, tmp_path) -> Path:
     "words, message",
     [
         (("runtime.threads=2",), r"differ from the encoder's: threads \(then 1, now 2\);"),
-        (("runtime.precision=bfloat16",), r"differ from the encoder's: precision \(then float32, now bfloat16\)"),
+        (
+            ("runtime.precision=bfloat16",),
+            r"differ from the encoder's: precision \(then float32, now bfloat16\)",
+        ),
         (("runtime.backend=plain",), r"backend \(then .*, now plain\)"),
     ],
 )
@@ -140,9 +156,12 @@ def test_decoding_with_other_weights_is_refused(run, byte_run, packed, tmp_path)
     best["model"]["head.weight"][0, 0] += 1e-6
     checkpoint.save_best(copied, best)
     assert_refused(r"differ from the encoder's: weights \(", copied, packed)
-    (copied / "config.yaml").write_text((run / "config.yaml").read_text().replace("span: 16", "span: 15"))
+    (copied / "config.yaml").write_text(
+        (run / "config.yaml").read_text().replace("span: 16", "span: 15")
+    )
     checkpoint.save_best(copied, checkpoint.load_best(run))
-    assert_refused(r"differ from the encoder's: weights \(", copied, packed)  # their digest includes the configuration
+    # their digest includes the configuration
+    assert_refused(r"differ from the encoder's: weights \(", copied, packed)
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
@@ -168,7 +187,8 @@ def test_a_damaged_file_is_refused(run, packed):
 
 def test_a_file_that_decodes_to_other_bytes_is_not_written(run, packed):
     header, payload = unpack(packed.read_bytes(), key="file")
-    packed.write_bytes(pack(header, payload[:50] + bytes([payload[50] ^ 1]) + payload[51:]))  # a valid checksum
+    # a valid checksum
+    packed.write_bytes(pack(header, payload[:50] + bytes([payload[50] ^ 1]) + payload[51:]))
     assert_refused("the SHA-256 of the decoded bytes is not that of the encoded", run, packed)
     out = packed.with_name("back")
     out.write_bytes(b"an older file")
@@ -188,7 +208,10 @@ def test_a_file_that_decodes_to_other_bytes_is_not_written(run, packed):
         (("file=plain", "out=plain"), r"out=plain: is the file that is read"),
         (("file=plain", "out=."), r"out=\.: is a folder"),
         (("file=plain", "out=plain/code"), r"out=plain/code: cannot be written"),
-        (("file=plain", "runtime.deterministic=false"), r"runtime\.deterministic=false: allowed is true"),
+        (
+            ("file=plain", "runtime.deterministic=false"),
+            r"runtime\.deterministic=false: allowed is true",
+        ),
     ],
 )
 def test_a_mistake_is_refused_and_writes_no_file(run, tmp_path, monkeypatch, words, message):

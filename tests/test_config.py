@@ -1,4 +1,5 @@
-"""Files under ``conf/`` compose and can be planned. A mistake is refused with key, value and requirement."""
+"""Files under ``conf/`` compose and can be planned. A mistake is refused with key, value and
+requirement."""
 
 import inspect
 import math
@@ -22,7 +23,8 @@ FILES = sorted(path.relative_to(CONF).with_suffix("").as_posix() for path in CON
 # Groups of Hydra, sweeps of W&B and what variants share do not compose by themselves.
 FILES = [file for file in FILES if not file.startswith(("hydra/", "sweep/wandb_", "base/"))]
 STEPPED = ("optim/", "recipe/")
-"""Groups whose files take a training step, because they use code that tests/golden does not run. Others are planned."""
+"""Groups whose files take a training step, because they use code that tests/golden does not run.
+Others are planned."""
 
 
 def read(file):
@@ -33,7 +35,8 @@ def read(file):
 
 
 PLANNED = [file for file in FILES if not file.startswith(("sublayer/", "sweep/", "variant/"))]
-"""``test_variant_contract.py`` plans all variants at their small sizes, and ``test_sweep.py`` all sweeps."""
+"""``test_variant_contract.py`` plans all variants at their small sizes, and ``test_sweep.py``
+all sweeps."""
 
 
 @pytest.mark.parametrize("file", PLANNED)
@@ -62,7 +65,9 @@ def test_keys_in_the_files_are_keywords_of_the_constructors():
         for key, node in nodes(read(file), file):
             base = Position if file.startswith("position/") else Sublayer if key == file else Part
             cls = resolve(node, key=key, base=base, trust=()).func
-            assert set(node) - {"_target_", "_partial_"} <= set(constructor_schema(cls, key=key)), key
+            assert set(node) - {"_target_", "_partial_"} <= set(constructor_schema(cls, key=key)), (
+                key
+            )
     assert set(settings.DataSettings.__dataclass_fields__) == {*corpora.load.__kwdefaults__, "name"}
 
 
@@ -71,16 +76,24 @@ def keywords_in(text):
     loader = yaml.SafeLoader(text)
     mappings = [loader.get_single_node()]
     for mapping in mappings:
-        values = {key.value: loader.construct_object(value, deep=True) for key, value in mapping.value}
+        values = {
+            key.value: loader.construct_object(value, deep=True) for key, value in mapping.value
+        }
         mappings += [value for _, value in mapping.value if isinstance(value, yaml.MappingNode)]
         for key, _ in mapping.value if "_target_" in values else ():
             value = values[key.value]
             if not key.value.startswith("_") and not isinstance(value, dict):
-                yield pydoc.locate(values["_target_"]), key.value, value, text.splitlines()[key.start_mark.line]
+                yield (
+                    pydoc.locate(values["_target_"]),
+                    key.value,
+                    value,
+                    text.splitlines()[key.start_mark.line],
+                )
 
 
 def default_of(cls, name):
-    """The default of a keyword, which a class may pass on to its base; ``Parameter.empty`` if it has none."""
+    """The default of a keyword, which a class may pass on to its base; ``Parameter.empty`` if it
+    has none."""
     signatures = (inspect.signature(base.__init__).parameters for base in cls.__mro__)
     return next(parameters[name].default for parameters in signatures if name in parameters)
 
@@ -89,7 +102,9 @@ def as_tuple(value):
     return tuple(value) if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
+@pytest.mark.parametrize(
+    "path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF))
+)
 def test_a_keyword_has_the_constructors_default_or_its_comment_says_why_not(path):
     for cls, name, value, line in keywords_in(path.read_text(encoding="utf-8")):
         default = default_of(cls, name)
@@ -97,7 +112,9 @@ def test_a_keyword_has_the_constructors_default_or_its_comment_says_why_not(path
         if default is inspect.Parameter.empty or as_tuple(value) == default:
             assert not stated, line
         else:
-            assert stated and as_tuple(yaml.safe_load(stated[1])) == default, f"{line}: default {default}"
+            assert stated and as_tuple(yaml.safe_load(stated[1])) == default, (
+                f"{line}: default {default}"
+            )
 
 
 def test_a_variant_names_its_base_and_its_attention_and_no_other_variant():
@@ -118,12 +135,20 @@ def names_of(plan):
 
 def test_sublayers_are_replaced_for_all_layers_or_for_one():
     run_plan = plan("sublayer@variant.feed_forward=product_key_memory", *TINY)
-    assert {type(s).__name__ for _, s in run_plan.make_model().sublayers()} == {"Attention", "ProductKeyMemory"}
+    assert {type(s).__name__ for _, s in run_plan.make_model().sublayers()} == {
+        "Attention",
+        "ProductKeyMemory",
+    }
     default, with_memory = ["attention", "feed_forward"], ["attention", "memory"]
     four_layers = [*TINY, "model.layers=4", "variant=product_key_memory"]
     assert names_of(plan(*four_layers)) == [default, default, with_memory, default]
     first_and_last = "+variant.at={0:[memory],-1:[attention,memory]}"
-    assert names_of(plan(*four_layers, first_and_last)) == [["memory"], default, with_memory, with_memory]
+    assert names_of(plan(*four_layers, first_and_last)) == [
+        ["memory"],
+        default,
+        with_memory,
+        with_memory,
+    ]
     from_the_end = "+variant.at={-2:null,-3:[attention,memory]}"
     assert names_of(plan(*four_layers, from_the_end)) == [default, with_memory, default, default]
     assert names_of(plan(*four_layers, "+variant.at.0=[feed_forward]"))[0] == ["feed_forward"]
@@ -134,7 +159,10 @@ def test_numbers_are_converted_to_the_types_of_their_keys_and_a_sweep_reads_no_f
     run_plan, swept = plan_run(cfg), plan_run(cfg, sweeping=True)
     assert run_plan.budget.amount == 10**6 and isinstance(run_plan.model.dropout, float)
     assert run_plan.eval.bytes == 200_000 and isinstance(run_plan.eval.bytes, int)
-    assert run_plan.data["fallback"] == "stdlib" and swept.data["fallback"] is swept.config["data"]["fallback"] is None
+    assert (
+        run_plan.data["fallback"] == "stdlib"
+        and swept.data["fallback"] is swept.config["data"]["fallback"] is None
+    )
 
 
 # Mistakes
@@ -155,7 +183,10 @@ MISTAKES = [
     ("model.heads=3", "model.heads=3", "model.d_model=32", "divide"),
     ("batch.accumulate=3", "batch.accumulate=3", "batch.streams=2"),
     ("batch.order=permuted", "batch.order=permuted: allowed are random, permutation"),
-    ("batch.order=permutation batch.carry=true", "batch.order=permutation: allowed with batch.carry=true is random"),
+    (
+        "batch.order=permutation batch.carry=true",
+        "batch.order=permutation: allowed with batch.carry=true is random",
+    ),
     ("variant=product_key_memory variant.memory.top_k=65", "top_k=65", "half_keys=64"),
     # layers of a variant
     ("+variant.at={2:[attention]}", "variant.at.2=", "-2 to 1", "model.layers=2"),
@@ -164,7 +195,11 @@ MISTAKES = [
     # groups and rates of a variant
     ("+variant.groups.x={match:'*.nothing'}", "variant.groups.x.match='*.nothing'", "query.weight"),
     ("+variant.groups.x={lr_scale:1}", "variant.groups.x.match: is required, but"),
-    ("+variant.groups.x={match:'*',lr_scale:-1}", "variant.groups.x.lr_scale=-1", "greater than or equal to 0"),
+    (
+        "+variant.groups.x={match:'*',lr_scale:-1}",
+        "variant.groups.x.lr_scale=-1",
+        "greater than or equal to 0",
+    ),
     ("++variant.lr_scale.muon=-1", "variant.lr_scale.muon=-1", "greater than 0"),
 ]
 
@@ -188,12 +223,19 @@ def test_an_order_other_than_that_of_older_rows_is_part_of_the_protocol():
 def test_the_factors_of_a_variant_multiply_the_learning_rates_of_the_named_optimizers():
     def rates(*words):
         run_plan = plan(*TINY, *words)
-        return {row["name"]: row["lr"] for row in run_plan.make_optimizers(run_plan.make_model()).describe()}
+        return {
+            row["name"]: row["lr"]
+            for row in run_plan.make_optimizers(run_plan.make_model()).describe()
+        }
 
     factors = "++variant.lr_scale={muon:2,adamw:0.5}"
     assert rates(factors) == pytest.approx({"default": 0.006, "matrices": 0.006 * 13.3})
     assert rates(factors, "optim=adamw", "optim.lr=0.01") == pytest.approx({"default": 0.005})
-    assert rates(factors, "optim=adagrad") == rates("optim=adagrad", "variant.lr_scale=null") == {"default": 0.07}
+    assert (
+        rates(factors, "optim=adagrad")
+        == rates("optim=adagrad", "variant.lr_scale=null")
+        == {"default": 0.07}
+    )
 
 
 def test_sublayer_names_that_torch_reserves_are_refused():

@@ -1,4 +1,5 @@
-"""Corpora: their bytes, digests, names and compressed sizes, and the errors for files that cannot be read."""
+"""Corpora: their bytes, digests, names and compressed sizes, and the errors for files that
+cannot be read."""
 
 import bz2
 import gzip
@@ -76,29 +77,44 @@ def test_a_plain_file_is_read_split_and_never_changed(tmp_path, monkeypatch):
     assert Path(path).read_bytes() == TEXT
     path = write(tmp_path, "thousand", bytes(range(250)) * 4)
     assert [len(s) for s in load("file", path=path).splits.values()] == [900, 50, 50]
-    assert [len(s) for s in load("file", path=path, split=[0.5, 0.3, 0.2]).splits.values()] == [500, 300, 200]
+    assert [len(s) for s in load("file", path=path, split=[0.5, 0.3, 0.2]).splits.values()] == [
+        500,
+        300,
+        200,
+    ]
 
 
 def test_a_folder_is_read_in_sorted_order_without_hidden_files(tmp_path):
     folder = tmp_path / "corpus"
     # "a-b" sorts before "a/z" as a string: "-" is below "/".
-    for name, text in {"b": b"4" * 90, "a/z": b"3" * 90, "a-b": b"1" * 90, "a.zip": zipped(b"2" * 90)}.items():
+    for name, text in {
+        "b": b"4" * 90,
+        "a/z": b"3" * 90,
+        "a-b": b"1" * 90,
+        "a.zip": zipped(b"2" * 90),
+    }.items():
         write(folder, name, text)
     write(folder, ".git/object", b"x")
-    assert all_bytes(load("file", path=str(folder))) == b"1" * 90 + b"2" * 90 + b"3" * 90 + b"4" * 90
+    assert (
+        all_bytes(load("file", path=str(folder))) == b"1" * 90 + b"2" * 90 + b"3" * 90 + b"4" * 90
+    )
     (folder / "c").symlink_to("nowhere")
     with pytest.raises(ValueError, match=r"data\.path=.*not a regular file"):
         load("file", path=str(folder))
 
 
 @pytest.mark.parametrize("suffix, pack", PACKERS.items())
-def test_a_compressed_file_is_unpacked_and_refused_if_damaged_or_too_large(tmp_path, monkeypatch, suffix, pack):
+def test_a_compressed_file_is_unpacked_and_refused_if_damaged_or_too_large(
+    tmp_path, monkeypatch, suffix, pack
+):
     packed = pack(TEXT)
     assert all_bytes(load("file", path=write(tmp_path, f"small.{suffix}", packed))) == TEXT
     middle = len(packed) // 2
     flipped = packed[:middle] + bytes([packed[middle] ^ 255]) + packed[middle + 1 :]
     for damaged in (packed[:-40], flipped):
-        with pytest.raises(ValueError, match=r"data\.path=.* cannot be read, perhaps truncated or damaged"):
+        with pytest.raises(
+            ValueError, match=r"data\.path=.* cannot be read, perhaps truncated or damaged"
+        ):
             load("file", path=write(tmp_path, f"damaged.{suffix}", damaged))
     monkeypatch.setattr(sources, "LARGE_BYTES", 10_000)
     bomb = write(tmp_path, f"bomb.{suffix}", pack(bytes(3_000_000)))
@@ -120,7 +136,9 @@ HEADERS += [("sz", b"\xff\6\0\0sNaPpY"), ("7z", b"7z\xbc\xaf\x27\x1c"), ("rar", 
 HEADERS += [("lz", b"LZIP\1"), ("lzo", b"\x89LZO\0"), ("Z", b"\x1f\x9d\x90")]
 
 
-@pytest.mark.parametrize("pack", [*PACKERS.values(), partial(lzma.compress, format=lzma.FORMAT_ALONE)])
+@pytest.mark.parametrize(
+    "pack", [*PACKERS.values(), partial(lzma.compress, format=lzma.FORMAT_ALONE)]
+)
 def test_a_compressed_file_is_unpacked_whatever_its_name_is(tmp_path, pack):
     assert all_bytes(load("file", path=write(tmp_path, "corpus.txt", pack(TEXT)))) == TEXT
     assert all_bytes(load("file", path=str(tmp_path))) == TEXT
@@ -146,7 +164,9 @@ def test_archives_that_cannot_be_read_are_refused(tmp_path, suffix, content):
         load("file", path=write(tmp_path, f"corpus.{suffix}", content))
 
 
-@pytest.mark.parametrize("first", [b"\x1f\x9d\x08", b"\x1f\x8b\x08\xe0", b"]\0\0\0\0\0\0\0", b"]\0\0 a"])
+@pytest.mark.parametrize(
+    "first", [b"\x1f\x9d\x08", b"\x1f\x8b\x08\xe0", b"]\0\0\0\0\0\0\0", b"]\0\0 a"]
+)
 def test_a_plain_file_may_begin_like_an_archive(tmp_path, first):
     assert all_bytes(load("file", path=write(tmp_path, "plain", first + TEXT))) == first + TEXT
 
@@ -156,7 +176,9 @@ def test_links_to_folders_are_followed(tmp_path):
     write(tmp_path, "elsewhere/deep/text", b"1" * 90)
     for name in ("a", "c"):
         (tmp_path / "corpus" / name).symlink_to("../elsewhere")
-    assert all_bytes(load("file", path=str(tmp_path / "corpus"))) == b"1" * 90 + b"2" * 90 + b"1" * 90
+    assert (
+        all_bytes(load("file", path=str(tmp_path / "corpus"))) == b"1" * 90 + b"2" * 90 + b"1" * 90
+    )
     (tmp_path / "elsewhere" / "deep" / "loop").symlink_to("../../corpus")
     with pytest.raises(ValueError, match=r"data\.path=.*is a link to a folder that contains it"):
         load("file", path=str(tmp_path / "corpus"))
@@ -221,20 +243,31 @@ def test_a_file_in_place_of_a_known_corpus_must_have_its_bytes(tmp_path, monkeyp
         load("file", path=path, sha256="0" * 64)
     assert PUBLISHED["enwik8"].n_bytes == 100_000_000
     monkeypatch.setitem(
-        PUBLISHED, "enwik8", PublishedCorpus(url="http://127.0.0.1:9/", n_bytes=len(TEXT), sha256=SHA256)
+        PUBLISHED,
+        "enwik8",
+        PublishedCorpus(url="http://127.0.0.1:9/", n_bytes=len(TEXT), sha256=SHA256),
     )
     corpus = load("enwik8", path=write(tmp_path, "copy.zip", zipped(TEXT)), fallback="stdlib")
     assert (corpus.name, corpus.fallback_for, corpus.n_bytes) == ("enwik8", None, len(TEXT))
     with pytest.raises(ValueError, match=r"data\.path=.*has 9,\d+ bytes, not 10,\d+"):
         load("enwik8", path=write(tmp_path, "short", TEXT[:-1000]), fallback="stdlib")
-    with pytest.raises(ValueError, match=rf"data\.path=.*{hashlib.sha256(TEXT[::-1]).hexdigest()}.*{SHA256}"):
+    with pytest.raises(
+        ValueError, match=rf"data\.path=.*{hashlib.sha256(TEXT[::-1]).hexdigest()}.*{SHA256}"
+    ):
         load("enwik8", path=write(tmp_path, "reversed", TEXT[::-1]), fallback="stdlib")
     letters = PUBLISHED["text8"].alphabet
-    monkeypatch.setitem(PUBLISHED, "text8", PublishedCorpus(url="http://127.0.0.1:9/", n_bytes=2700, alphabet=letters))
+    monkeypatch.setitem(
+        PUBLISHED,
+        "text8",
+        PublishedCorpus(url="http://127.0.0.1:9/", n_bytes=2700, alphabet=letters),
+    )
     corpus = load("text8", path=write(tmp_path, "text8", letters * 100), vocabulary=27)
     assert all_bytes(corpus)[:27] == bytes(range(27))
     with pytest.raises(ValueError, match=r"data\.path=.*belong.*\[10\]"):
-        load("text8", path=write(tmp_path, "lines", letters * 99 + b"a line\nand another           "[:27]))
+        load(
+            "text8",
+            path=write(tmp_path, "lines", letters * 99 + b"a line\nand another           "[:27]),
+        )
 
 
 def test_a_vocabulary_maps_byte_values_in_order_and_newlines_are_dropped_after_splitting(tmp_path):
@@ -245,7 +278,11 @@ def test_a_vocabulary_maps_byte_values_in_order_and_newlines_are_dropped_after_s
     assert (corpus.vocabulary, corpus.symbols) == (4, bytes([0, 10, 65, 200]))
     dropped = load("file", path=path, vocabulary=3, drop_newlines=True)
     assert all_bytes(dropped) == bytes([2, 1, 0, 1]) * 50
-    assert (dropped.n_bytes, dropped.sha256, dropped.symbols) == (len(content), corpus.sha256, bytes([0, 65, 200]))
+    assert (dropped.n_bytes, dropped.sha256, dropped.symbols) == (
+        len(content),
+        corpus.sha256,
+        bytes([0, 65, 200]),
+    )
     with pytest.raises(ValueError, match=r"data\.vocabulary=3: the corpus has 4"):
         load("file", path=path, vocabulary=3)
     bare = write(tmp_path, "bare", b"x" * 960 + b"\n" * 40)
@@ -259,7 +296,11 @@ def test_stdlib_is_the_source_of_python_without_generated_files_and_tests():
     text, folder = all_bytes(corpus), Path(sysconfig.get_path("stdlib"))
     assert corpus.sha256 == load("stdlib").sha256 and corpus.n_bytes > 3_000_000
     assert Path(inspect.getsourcefile(gzip)).read_bytes() in text
-    excluded = [*folder.glob("_sysconfigdata*.py"), *folder.glob("config-*/*.py"), *folder.glob("json/test*/*.py")]
+    excluded = [
+        *folder.glob("_sysconfigdata*.py"),
+        *folder.glob("config-*/*.py"),
+        *folder.glob("json/test*/*.py"),
+    ]
     assert excluded
     assert not any(file.read_bytes() in text for file in excluded if file.stat().st_size > 100)
 
@@ -274,12 +315,17 @@ def test_compressed_sizes_are_cached_by_content(tmp_path, cache, monkeypatch):
         "xz": len(lzma.compress(TEXT, preset=9 | lzma.PRESET_EXTREME)),
     }
     counted = order_bits(train.numpy(), split.numpy())
-    assert bits == pytest.approx({name: 8 * n / len(TEXT) for name, n in expected.items()} | counted)
+    assert bits == pytest.approx(
+        {name: 8 * n / len(TEXT) for name, n in expected.items()} | counted
+    )
     (cache_file,) = (cache / "compressed").iterdir()
     with monkeypatch.context() as patch:
         patch.setattr(byte_counts.lzma, "compress", None)
         assert compressed_bits(split, train=train) == bits
-        for arguments in ({"split": split[1:], "train": train}, {"split": split, "train": train[1:]}):
+        for arguments in (
+            {"split": split[1:], "train": train},
+            {"split": split, "train": train[1:]},
+        ):
             with pytest.raises(TypeError):
                 compressed_bits(**arguments)
     cache_file.write_bytes(b"{half a fi")
@@ -291,34 +337,56 @@ def test_compressed_sizes_are_cached_by_content(tmp_path, cache, monkeypatch):
 def witten_bell(train: bytes, context: bytes, byte: int) -> float:
     """The probability of a byte after a context by Witten-Bell smoothing, with naive counts."""
     lower = witten_bell(train, context[1:], byte) if context else 1 / 256
-    positions = [at for at in range(len(context), len(train)) if train[at - len(context) : at] == context]
+    positions = [
+        at for at in range(len(context), len(train)) if train[at - len(context) : at] == context
+    ]
     followers = [train[at] for at in positions]
     types = len(set(followers))
-    return (followers.count(byte) + types * lower) / (len(followers) + types) if followers else lower
+    return (
+        (followers.count(byte) + types * lower) / (len(followers) + types) if followers else lower
+    )
 
 
-@pytest.mark.parametrize("train", [b"abracadabra" * 3 + bytes(range(250, 256)), bytes(np.arange(90) ** 2 % 5 + 60)])
+@pytest.mark.parametrize(
+    "train", [b"abracadabra" * 3 + bytes(range(250, 256)), bytes(np.arange(90) ** 2 % 5 + 60)]
+)
 def test_scores_of_byte_counts_are_those_of_witten_bell_smoothing(train):
     scored = b"abrakadabra abcd" + bytes(np.arange(40) ** 3 % 7 + 60) + b"\xff\xfe\x00"
     bits = order_bits(np.frombuffer(train, np.uint8), np.frombuffer(scored, np.uint8))
     assert list(bits) == ["order-2", "order-3", "order-5"]
     for name, score in bits.items():
         order = int(name[-1])
-        chances = [witten_bell(train, scored[max(0, at - order) : at], byte) for at, byte in enumerate(scored)]
+        chances = [
+            witten_bell(train, scored[max(0, at - order) : at], byte)
+            for at, byte in enumerate(scored)
+        ]
         assert score == pytest.approx(-np.log2(chances).mean(), rel=1e-12)
     assert order_bits(np.frombuffer(train[:5], np.uint8), np.frombuffer(scored, np.uint8)) == {}
 
 
-def test_a_corpus_that_is_the_first_bytes_of_another_is_read_from_either_file(tmp_path, monkeypatch, cache):
+def test_a_corpus_that_is_the_first_bytes_of_another_is_read_from_either_file(
+    tmp_path, monkeypatch, cache
+):
     """The corpora here are ``long`` and ``part``, its first 1,000 bytes."""
     digest = hashlib.sha256(TEXT[:1000]).hexdigest()
-    monkeypatch.setitem(PUBLISHED, "long", PublishedCorpus(url="nowhere", n_bytes=len(TEXT), sha256=SHA256))
-    monkeypatch.setitem(PUBLISHED, "part", PublishedCorpus(url="nowhere", n_bytes=1000, sha256=digest, part_of="long"))
+    monkeypatch.setitem(
+        PUBLISHED, "long", PublishedCorpus(url="nowhere", n_bytes=len(TEXT), sha256=SHA256)
+    )
+    monkeypatch.setitem(
+        PUBLISHED,
+        "part",
+        PublishedCorpus(url="nowhere", n_bytes=1000, sha256=digest, part_of="long"),
+    )
     monkeypatch.setattr(corpora, "NAMES", (*NAMES, "long", "part"))
     write(cache, "long", TEXT)
-    part, longer = (write(tmp_path, f"{name}.txt", TEXT[:n]) for name, n in (("part", 1000), ("longer", None)))
+    part, longer = (
+        write(tmp_path, f"{name}.txt", TEXT[:n]) for name, n in (("part", 1000), ("longer", None))
+    )
     requests = [{"name": "part"}, {"name": "part", "path": part}, {"name": "part", "path": longer}]
-    requests += [{"name": "file", "path": part}, {"name": "long", "path": longer, "first_bytes": 1000}]
+    requests += [
+        {"name": "file", "path": part},
+        {"name": "long", "path": longer, "first_bytes": 1000},
+    ]
     for keywords in requests:
         corpus = load(**keywords, split=[0.85, 0.05, 0.1])
         assert all_bytes(corpus) == TEXT[:1000]

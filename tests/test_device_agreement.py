@@ -1,4 +1,5 @@
-"""``bench.check agree=true`` compares backends with float64 on a device; benchmarks measure the selected backend."""
+"""``bench.check agree=true`` compares backends with float64 on a device; benchmarks measure the
+selected backend."""
 
 import pytest
 import torch
@@ -14,20 +15,37 @@ from tests.small_configs import TINY, plan
 from variants.conformance import Finding
 from variants.kernels import window
 
-SMALL = (*TINY, "data=recall", "data.bytes=20000", "budget.steps=4", "eval.selection_bytes=400", "eval.bytes=400")
+SMALL = (
+    *TINY,
+    "data=recall",
+    "data.bytes=20000",
+    "budget.steps=4",
+    "eval.selection_bytes=400",
+    "eval.bytes=400",
+)
 SMALL += ("optim=adamw",)
-QUICK = ("runtime.precision=float32", "runtime.device=cpu", "runtime.threads=1", "model.d_model=32", "model.layers=1")
+QUICK = (
+    "runtime.precision=float32",
+    "runtime.device=cpu",
+    "runtime.threads=1",
+    "model.d_model=32",
+    "model.layers=1",
+)
 CHOICES = ("position=rotary", "model.cache=kv", "model.attend_self=true")
 
 
 @pytest.fixture(autouse=True)
 def quick_checks(monkeypatch):
-    """Let checks of the contract pass without computation, and compare backends on short segments."""
+    """Let checks of the contract pass without computation, and compare backends on short
+    segments."""
     monkeypatch.setattr(
-        "harness.check.conformance.findings", lambda plan: [Finding(plan.runtime.backend, True, "kept")]
+        "harness.check.conformance.findings",
+        lambda plan: [Finding(plan.runtime.backend, True, "kept")],
     )
     monkeypatch.setattr("harness.check.admission.findings_at_sizes", lambda plan: [])
-    monkeypatch.setattr(select_backend.agreement, "__kwdefaults__", {"segments": (30, 31), "tolerance": 1e-4})
+    monkeypatch.setattr(
+        select_backend.agreement, "__kwdefaults__", {"segments": (30, 31), "tolerance": 1e-4}
+    )
 
 
 def check(*words: str) -> CommandOutcome:
@@ -39,16 +57,23 @@ def test_backends_agree_and_a_backend_that_cannot_run_is_refused(cwd):  # noqa: 
     assert outcome.code == 0, outcome.out + outcome.err
     lines = [line for line in outcome.out.splitlines() if "agrees" in line]
     assert [line.partition(":")[0] for line in lines] == [
-        f"pass  agrees with float64 on cpu, {backend}, float32" for backend in ("plain", "kernel+plain")
+        f"pass  agrees with float64 on cpu, {backend}, float32"
+        for backend in ("plain", "kernel+plain")
     ]
     assert "at most 0.0001" in lines[1]
     outcome = check("agree=true", "variant=dynamic_span", "runtime.backend=fused")
-    assert outcome.code == 2 and "runtime.backend=fused cannot run with spans that depend on the input" in outcome.err
+    assert (
+        outcome.code == 2
+        and "runtime.backend=fused cannot run with spans that depend on the input" in outcome.err
+    )
 
 
-@pytest.mark.parametrize("wrong, words", [("gradient", "query.weight, at"), ("value", "at most 0.0001")])
+@pytest.mark.parametrize(
+    "wrong, words", [("gradient", "query.weight, at"), ("value", "at most 0.0001")]
+)
 def test_a_wrong_output_or_gradient_fails(cwd, monkeypatch, wrong, words):  # noqa: F811
-    """The backend is wrong on the device, except in float64. A run in bfloat16 is compared in float32."""
+    """The backend is wrong on the device, except in float64. A run in bfloat16 is compared in
+    float32."""
 
     def attend(q, *arguments, inner=window.attend, **keywords):
         change = None if q.dtype == torch.float64 else wrong
@@ -56,9 +81,15 @@ def test_a_wrong_output_or_gradient_fails(cwd, monkeypatch, wrong, words):  # no
         return y * 1.1 if change == "value" else y
 
     monkeypatch.setattr(window, "attend", attend)
-    outcome = check("agree=true", "variant=mhsa", "runtime.backend=plain", "runtime.precision=bfloat16")
+    outcome = check(
+        "agree=true", "variant=mhsa", "runtime.backend=plain", "runtime.precision=bfloat16"
+    )
     (line,) = [line for line in outcome.out.splitlines() if "agrees" in line]
-    assert outcome.code == 1 and words in line and line.startswith("FAIL  agrees with float64 on cpu, plain, float32: ")
+    assert (
+        outcome.code == 1
+        and words in line
+        and line.startswith("FAIL  agrees with float64 on cpu, plain, float32: ")
+    )
 
 
 def test_a_missing_device_is_refused_and_a_cpu_is_compared_on_request_only(cwd):  # noqa: F811
@@ -68,7 +99,12 @@ def test_a_missing_device_is_refused_and_a_cpu_is_compared_on_request_only(cwd):
 
 
 def test_the_contract_of_a_run_on_a_gpu_is_checked_on_the_cpu_in_plain_pytorch():
-    gpu_plan = plan("variant=mhsa", "runtime.device=cuda", "runtime.backend=kernel", "runtime.precision=bfloat16")
+    gpu_plan = plan(
+        "variant=mhsa",
+        "runtime.device=cuda",
+        "runtime.backend=kernel",
+        "runtime.precision=bfloat16",
+    )
     checked = contract_plan(gpu_plan, "cuda").runtime
     assert (checked.backend, checked.device, checked.precision) == ("plain", "cpu", "float32")
     assert contract_plan(gpu_plan, "cpu") is gpu_plan

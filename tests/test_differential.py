@@ -19,7 +19,9 @@ def test_with_equal_maps_it_equals_attention_times_one_minus_lambda():
     past, x = case.stream()
     q1, k1, q2, k2 = pairs.factors
     lambda_ = (q1 @ k1).exp() - (q2 @ k2).exp() + 0.2  # 0.2 is the initial value in the first layer
-    outputs = [layer(x, layer(past, None).state, torch.tensor([4, 4])).y for layer in (pairs, attention)]
+    outputs = [
+        layer(x, layer(past, None).state, torch.tensor([4, 4])).y for layer in (pairs, attention)
+    ]
     assert_near(outputs[0], (1 - lambda_) * outputs[1])
 
 
@@ -30,7 +32,12 @@ def test_needed_flops_are_the_executed_ones_without_the_second_computation_of_sc
     state = pairs(past).state
     executed = count_flops(lambda: pairs(x, state)).total / B
     heads, keys, d_head = 4, 5, 2
-    assert executed - heads * keys * 2 * d_head == pairs.ideal_flops() == pairs.needed_flops(1, carried=4).forward
+    assert (
+        executed - heads * keys * 2 * d_head
+        == pairs.ideal_flops()
+        == pairs.needed_flops(1, carried=4).forward
+    )
     omitted = 2 * pairs.ideal_flops() - pairs.needed_flops(1, carried=4).backward
-    past_keys_and_values = (keys - 1) * heads * (d_head + 2 * d_head)  # a pair's values are twice as wide
+    # a pair's values are twice as wide
+    past_keys_and_values = (keys - 1) * heads * (d_head + 2 * d_head)
     assert omitted == 2 * past_keys_and_values, "they have no gradient"

@@ -26,7 +26,10 @@ class Terminal(io.StringIO):
 @contextmanager
 def on_terminal() -> Iterator[Terminal]:
     """Context in which stdout is a terminal."""
-    with patch.dict("os.environ", {"TERM": "xterm", "COLUMNS": "120"}), redirect_stdout(Terminal()) as terminal:
+    with (
+        patch.dict("os.environ", {"TERM": "xterm", "COLUMNS": "120"}),
+        redirect_stdout(Terminal()) as terminal,
+    ):
         yield terminal
 
 
@@ -34,10 +37,20 @@ def test_a_run_on_a_terminal_names_its_phases_and_shows_score_speed_and_time_lef
     with on_terminal() as terminal:
         run_to_end(make_run("budget.steps=8"))
     shown = "\n".join(terminal.lines())
-    for phase in ("reading the corpus", "compiling the kernels", "training", "scoring valid", "scoring test"):
+    for phase in (
+        "reading the corpus",
+        "compiling the kernels",
+        "training",
+        "scoring valid",
+        "scoring test",
+    ):
         assert phase in shown
     assert re.search(r"100% \d\.\d{4} bits/byte, [\d,]+ bytes/s 0:00:00", shown)
-    assert re.search(r"^ *sample \d\.\d{4} bits/byte after 512 bytes \(\d+ bytes of valid\)$", shown, re.MULTILINE)
+    assert re.search(
+        r"^ *sample \d\.\d{4} bits/byte after 512 bytes \(\d+ bytes of valid\)$",
+        shown,
+        re.MULTILINE,
+    )
     assert "mean of" not in shown, "the bar replaces the lines of a log"
 
 
@@ -74,7 +87,9 @@ def test_jobs_of_a_sweep_are_numbered_and_parallel_jobs_have_no_bar(monkeypatch)
         display.stop()
         monkeypatch.setenv(JOB, "")
         assert not Display(label=job_label(1)).is_shown
-    assert any(line.startswith("job 2 of 4: training") and " 25%" in line for line in terminal.lines())
+    assert any(
+        line.startswith("job 2 of 4: training") and " 25%" in line for line in terminal.lines()
+    )
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,45 @@ from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
 from tests.rank_processes import launch
 from tests.small_configs import plan
-from tests.small_runs import CARRY, DROPOUT, MEMORY, SMALL, SPANS, VARIANTS, after_step, make_run, make_trainer
+from tests.small_runs import (
+    CARRY,
+    DROPOUT,
+    MEMORY,
+    SMALL,
+    SPANS,
+    VARIANTS,
+    after_step,
+    make_run,
+    make_trainer,
+)
 from train import train
 
 pytestmark = pytest.mark.numeric
 
 STEPS = 4
-TRAINED = (*SPANS, "variant.attention.span.loss_weight=0.001", *CARRY, "model.cache=hidden", "position=relative")
-TRAINED += ("optim=adamw", "batch.accumulate=2", "model.head_zero_init=false", f"budget.steps={STEPS}")
-SHARDED = ("variant=adaptive_span_memory", *MEMORY, "variant.memory.sparse=true", *SPANS[1:], "runtime.shard=full")
-SHARDED += ("+variant.groups.values.optimizer={_target_:harness.optim.ClippedAdagrad,_partial_:true}",)
+TRAINED = (
+    *SPANS,
+    "variant.attention.span.loss_weight=0.001",
+    *CARRY,
+    "model.cache=hidden",
+    "position=relative",
+)
+TRAINED += (
+    "optim=adamw",
+    "batch.accumulate=2",
+    "model.head_zero_init=false",
+    f"budget.steps={STEPS}",
+)
+SHARDED = (
+    "variant=adaptive_span_memory",
+    *MEMORY,
+    "variant.memory.sparse=true",
+    *SPANS[1:],
+    "runtime.shard=full",
+)
+SHARDED += (
+    "+variant.groups.values.optimizer={_target_:harness.optim.ClippedAdagrad,_partial_:true}",
+)
 RESUMED = {
     "replicated": (*SPANS, *CARRY, *DROPOUT, "eval.streams=1"),  # rank 1 has no stream to score
     "sharded, with a table": (*SHARDED, *CARRY, *DROPOUT, "eval.streams=32"),
@@ -38,16 +67,23 @@ COMMON = (f"budget.steps={STEPS}", "checkpoint.every_steps=2", "eval.every=0", "
 
 def set_muon_precision(trainer: Trainer, precision: str) -> Trainer:
     """Set the precision of Muon's products, which by default depends on the CPU."""
-    for group in (g for optimizer in trainer.optimizers.optimizers.values() for g in optimizer.param_groups):
+    for group in (
+        g for optimizer in trainer.optimizers.optimizers.values() for g in optimizer.param_groups
+    ):
         if "precision" in group:
             group["precision"] = precision
     return trainer
 
 
-def distributed_trainer(processes: ProcessGroup, *overrides: str, precision: str = "float32") -> Trainer:
-    """A trainer with replicated or sharded parameters. Precision float64 makes runs comparable despite rounding."""
+def distributed_trainer(
+    processes: ProcessGroup, *overrides: str, precision: str = "float32"
+) -> Trainer:
+    """A trainer with replicated or sharded parameters. Precision float64 makes runs comparable
+    despite rounding."""
     plan_ = plan(*SMALL, *overrides)
-    trainer = Trainer(plan_, corpora.load(**plan_.data), configure_torch(plan_.runtime, processes=processes))
+    trainer = Trainer(
+        plan_, corpora.load(**plan_.data), configure_torch(plan_.runtime, processes=processes)
+    )
     trainer.model.to(getattr(torch, precision))
     set_muon_precision(trainer, precision)
     distribute(trainer.model, trainer.optimizers, processes, shard=plan_.runtime.shard)
@@ -61,7 +97,8 @@ def digest(trainer: Trainer) -> str:
 
 
 def train_and_score(trainer: Trainer) -> dict:
-    """Train to the end. Returns training score and parameter digest of each step, score on valid, and model."""
+    """Train to the end. Returns training score and parameter digest of each step, score on
+    valid, and model."""
     bits, digests = [], []
     while not trainer.finished:
         trainer.step()
@@ -80,7 +117,8 @@ def train_and_score(trainer: Trainer) -> dict:
 
 
 def run_to_end(make: partial, *, stop_at: int | None = None) -> tuple[int, int, str]:
-    """Train to the end, or to a step in which only rank 1 receives SIGTERM. Returns exit code, steps and digest."""
+    """Train to the end, or to a step in which only rank 1 receives SIGTERM. Returns exit code,
+    steps and digest."""
     job, processes, code = make(), make.keywords["processes"], 0
     if stop_at and processes.rank == 1:
         after_step(job, stop_at, lambda: signal.raise_signal(signal.SIGTERM))
@@ -97,10 +135,13 @@ def change_folder(folder: str):
 
 
 def trained_and_resumed() -> dict:
-    """What ``train_and_score`` and ``run_to_end`` return: of the latter one for each folder ``whole``, two for ``stopped``."""
+    """What ``train_and_score`` and ``run_to_end`` return: of the latter one for each folder
+    ``whole``, two for ``stopped``."""
     cwd, results = Path.cwd(), {}
     with join_processes() as processes:
-        results["trained"] = train_and_score(distributed_trainer(processes, *TRAINED, precision="float64"))
+        results["trained"] = train_and_score(
+            distributed_trainer(processes, *TRAINED, precision="float64")
+        )
         for name, words in RESUMED.items():
             make = partial(make_run, *words, *COMMON, processes=processes)
             for folder, stops in (("whole", [None]), ("stopped", [2, None])):
@@ -112,7 +153,10 @@ def trained_and_resumed() -> dict:
 def record(folder: Path) -> list[dict]:
     """The rows of the record without times and commit."""
     (path,) = [path for path in folder.glob(f"outputs/*/{RECORD}") if not path.parent.is_symlink()]
-    return [{key: value for key, value in row.items() if key not in ("clock", "commit")} for row in read_rows(path)]
+    return [
+        {key: value for key, value in row.items() if key not in ("clock", "commit")}
+        for row in read_rows(path)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +173,9 @@ def ranks(shared_folder) -> list[dict]:
 
 def test_two_processes_train_as_one_does(ranks):
     first, second = (results["trained"] for results in ranks)
-    single = train_and_score(distributed_trainer(SINGLE, *TRAINED, "batch.accumulate=1", precision="float64"))
+    single = train_and_score(
+        distributed_trainer(SINGLE, *TRAINED, "batch.accumulate=1", precision="float64")
+    )
     assert first["digests"] == second["digests"] and len(set(first["digests"])) == STEPS
     assert first["bits"] == second["bits"] == pytest.approx(single["bits"], abs=1e-12)
     assert first["spent"] == second["spent"] == pytest.approx(single["spent"], rel=1e-3)
@@ -153,7 +199,11 @@ def test_stopped_processes_resume_bit_for_bit(ranks, shared_folder, name):
 
 def test_one_process_reads_the_checkpoint_of_two(ranks, shared_folder):
     name = "sharded, with a table"
-    (folder,) = [path for path in (shared_folder / name / "whole" / "outputs").iterdir() if not path.is_symlink()]
+    (folder,) = [
+        path
+        for path in (shared_folder / name / "whole" / "outputs").iterdir()
+        if not path.is_symlink()
+    ]
     trainer = make_trainer(*RESUMED[name], *COMMON)
     trainer.load_checkpoint(checkpoint.load(checkpoint.newest(folder)))
     assert (trainer.state.spent.steps, len(trainer.state.carried[0])) == (STEPS, 4)
@@ -162,9 +212,17 @@ def test_one_process_reads_the_checkpoint_of_two(ranks, shared_folder):
 
 def test_batches_and_norms_that_cannot_be_divided_among_processes_are_refused():
     refused = {
-        ("batch.streams=4", "batch.accumulate=3"): "batch.accumulate=3: each of 2 processes has 2 of batch.streams=4",
-        (*VARIANTS["product_key_memory"], "variant.memory.query_norm=batch"): "layers.0.memory has BatchNorm1d",
+        (
+            "batch.streams=4",
+            "batch.accumulate=3",
+        ): "batch.accumulate=3: each of 2 processes has 2 of batch.streams=4",
+        (
+            *VARIANTS["product_key_memory"],
+            "variant.memory.query_norm=batch",
+        ): "layers.0.memory has BatchNorm1d",
     }
     for words, message in refused.items():
         with pytest.raises(ValueError, match=message):
-            distributed_trainer(ProcessGroup(rank=1, world_size=2, local_rank=1, local_world_size=2), *words)
+            distributed_trainer(
+                ProcessGroup(rank=1, world_size=2, local_rank=1, local_world_size=2), *words
+            )

@@ -1,4 +1,5 @@
-"""README and docs: commands compose, every link has a target, and the YAML of README is a variant."""
+"""README and docs: commands compose, every link has a target, and the YAML of README is a
+variant."""
 
 import re
 import shlex
@@ -18,7 +19,8 @@ PROGRAMS = ("python", "torchrun", ".venv/bin/python")
 
 
 def commands() -> dict[tuple[str, ...], str]:
-    """The words after ``python`` or ``torchrun`` of every command on the pages, and the last page that has it."""
+    """The words after ``python`` or ``torchrun`` of every command on the pages, and the last
+    page that has it."""
     pages = {}
     for page, text in TEXTS.items():
         blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
@@ -34,7 +36,11 @@ def commands() -> dict[tuple[str, ...], str]:
 def test_commands_on_the_pages_compose_unless_they_need_files_of_the_user():
     planned, command_names = set(), set()
     for words, page in commands().items():
-        overrides = [word for word in words if re.match(r"\+*[\w@./]+=", word) and not word.startswith("hydra")]
+        overrides = [
+            word
+            for word in words
+            if re.match(r"\+*[\w@./]+=", word) and not word.startswith("hydra")
+        ]
         if "-cd" in words or {"variant=mine", "variant=V"} & {*overrides}:
             continue
         if any(word.endswith("train.py") for word in words) and "recipe=" not in overrides:
@@ -65,24 +71,46 @@ def test_every_link_has_a_target(page):
 
 
 def write_yaml_of(page: str):
-    """Write the first YAML block of a page, unchanged, to the file that the sentence before it names."""
-    name, text = re.search(r"`(my_conf/\S+)`:\n\n```yaml\n(.*?)^```$", TEXTS[page], re.MULTILINE | re.DOTALL).groups()
+    """Write the first YAML block of a page, unchanged, to the file that the sentence before it
+    names."""
+    name, text = re.search(
+        r"`(my_conf/\S+)`:\n\n```yaml\n(.*?)^```$", TEXTS[page], re.MULTILINE | re.DOTALL
+    ).groups()
     Path(name).parent.mkdir(parents=True)
     Path(name).write_text(text)
 
 
 def test_the_yaml_of_readme_is_a_variant_and_readme_has_at_most_180_lines(cwd):
     write_yaml_of("README.md")
-    outcome = call("train.py", "-cd", "my_conf", "trust=[performer_pytorch]", "variant=their_performer", "--cfg", "job")
+    outcome = call(
+        "train.py",
+        "-cd",
+        "my_conf",
+        "trust=[performer_pytorch]",
+        "variant=their_performer",
+        "--cfg",
+        "job",
+    )
     config = yaml.safe_load(outcome.out)
-    assert config["variant"]["attention"]["module"]["causal"] is True and config["variant"]["name"] == "their_performer"
+    assert (
+        config["variant"]["attention"]["module"]["causal"] is True
+        and config["variant"]["name"] == "their_performer"
+    )
     assert len(TEXTS["README.md"].splitlines()) <= 180
 
 
 def test_the_attention_of_x_transformers_keeps_the_contract(cwd):
     write_yaml_of("docs/any_module.md")
-    options = ("position=none", "model.cache=kv", "model.attend_self=true", "model.layers=1", "model.span=128")
+    options = (
+        "position=none",
+        "model.cache=kv",
+        "model.attend_self=true",
+        "model.layers=1",
+        "model.span=128",
+    )
     options += ("batch.segment=128", "eval.segment=128")
-    outcome = call("bench/check.py", "-cd", "my_conf", "trust=[x_transformers]", "variant=xattn", *options)
+    outcome = call(
+        "bench/check.py", "-cd", "my_conf", "trust=[x_transformers]", "variant=xattn", *options
+    )
     assert "attend_self=true, plain: 29 promises\n" in outcome.out, outcome
     assert "xattn: keeps the contract in 1 combination\n" in outcome.out and outcome.code == 0

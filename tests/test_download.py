@@ -1,4 +1,5 @@
-"""The download of enwik8 from a local server: resuming, locking, checking, giving up, and the fallback corpus."""
+"""The download of enwik8 from a local server: resuming, locking, checking, giving up, and the
+fallback corpus."""
 
 import hashlib
 import io
@@ -30,7 +31,8 @@ def archive(content: bytes) -> bytes:
 
 
 class Server(ThreadingHTTPServer):
-    """Serves ``body``, at most ``breaks_after`` bytes per response. Without ``ranges`` it ignores the header Range."""
+    """Serves ``body``, at most ``breaks_after`` bytes per response. Without ``ranges`` it
+    ignores the header Range."""
 
     daemon_threads = True
     body = archive(TEXT)
@@ -75,7 +77,9 @@ def cache(tmp_path, monkeypatch):
 def server(monkeypatch):
     with Server() as running:
         threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-        served = PublishedCorpus(url=running.url, n_bytes=len(TEXT), sha256=hashlib.sha256(TEXT).hexdigest())
+        served = PublishedCorpus(
+            url=running.url, n_bytes=len(TEXT), sha256=hashlib.sha256(TEXT).hexdigest()
+        )
         monkeypatch.setitem(PUBLISHED, "enwik8", served)
         yield running
         running.shutdown()
@@ -98,9 +102,17 @@ def test_a_corpus_is_downloaded_once_and_checked(server, cache, capsys):
 
 INTERRUPTED = {
     "an earlier attempt": (1234, {}, ["bytes=1234-"]),
-    "a dropped connection": (0, {"breaks_after": 9000}, [None, "bytes=9000-", "bytes=18000-", "bytes=27000-"]),
+    "a dropped connection": (
+        0,
+        {"breaks_after": 9000},
+        [None, "bytes=9000-", "bytes=18000-", "bytes=27000-"],
+    ),
     "no ranges": (5000, {"ranges": False}, ["bytes=5000-"]),
-    "a part longer than the file": (len(Server.body) + 4, {}, [f"bytes={len(Server.body) + 4}-", None]),
+    "a part longer than the file": (
+        len(Server.body) + 4,
+        {},
+        [f"bytes={len(Server.body) + 4}-", None],
+    ),
 }
 
 
@@ -121,7 +133,9 @@ def test_a_download_that_breaks_too_often_is_an_error_and_leaves_the_partial_fil
     server.breaks_after = 100
     with pytest.raises(OSError, match=f"broke {MAX_ATTEMPTS} times"):
         fetch("enwik8")
-    assert (cache / "enwik8.zip.part").stat().st_size == 100 * MAX_ATTEMPTS and not (cache / "enwik8").exists()
+    assert (cache / "enwik8.zip.part").stat().st_size == 100 * MAX_ATTEMPTS and not (
+        cache / "enwik8"
+    ).exists()
 
 
 DAMAGED = Server.body[:15_000] + bytes([Server.body[15_000] ^ 255]) + Server.body[15_001:]
@@ -159,7 +173,9 @@ def test_an_unwritable_cache_gives_the_fallback_corpus_and_a_failed_download_a_m
     with socket.create_server(("127.0.0.1", 0)) as free:  # a port on which no server listens
         port = free.getsockname()[1]
     monkeypatch.setitem(
-        PUBLISHED, "enwik8", PublishedCorpus(url=f"http://127.0.0.1:{port}/enwik8.zip", n_bytes=len(TEXT))
+        PUBLISHED,
+        "enwik8",
+        PublishedCorpus(url=f"http://127.0.0.1:{port}/enwik8.zip", n_bytes=len(TEXT)),
     )
     assert main([]) == 2
     message = capsys.readouterr().err

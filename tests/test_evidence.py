@@ -1,4 +1,5 @@
-"""``bench.evidence``, which runs the cells of published tables: cells of each stage, learning rates, and lines."""
+"""``bench.evidence``, which runs the cells of published tables: cells of each stage, learning
+rates, and lines."""
 
 import json
 from dataclasses import replace
@@ -6,7 +7,15 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
-from bench.evidence import LR_FACTOR, LR_FACTORS, Runner, missing_runs, scores_by_factor, stage_cells, sweep_grid
+from bench.evidence import (
+    LR_FACTOR,
+    LR_FACTORS,
+    Runner,
+    missing_runs,
+    scores_by_factor,
+    stage_cells,
+    sweep_grid,
+)
 from tests.bench_rows import write_lines
 from tests.small_configs import compose_config, jobs, plan
 
@@ -16,9 +25,16 @@ STAGES, RATES_OF = EVIDENCE["stages"], EVIDENCE["rates_of"]
 
 
 def test_every_stage_has_the_cells_of_its_grids(tmp_path):
-    stages = {name: stage_cells(grids, words=[], rows=tmp_path, rates_of=RATES_OF) for name, grids in STAGES.items()}
+    stages = {
+        name: stage_cells(grids, words=[], rows=tmp_path, rates_of=RATES_OF)
+        for name, grids in STAGES.items()
+    }
     waiting = {name for name, stage in stages.items() if not stage}  # for rows of other stages
-    assert waiting == {"a2", *(f"recall_{name}" for name in ("further", "seeds", "keys")), *TEXT_STAGES}
+    assert waiting == {
+        "a2",
+        *(f"recall_{name}" for name in ("further", "seeds", "keys")),
+        *TEXT_STAGES,
+    }
     assert sum(map(len, stages.values())) == 548
     assert all(len({cell.words for cell in stage}) == len(stage) for stage in stages.values())
 
@@ -28,12 +44,21 @@ def test_a_sweep_has_the_protocol_precision_and_cells_of_its_stage(name, tmp_pat
     all_jobs = jobs([f"{key}={value}" for key, value in sweep_grid(name).items()])
     sweep_jobs = {frozenset(job) for job in all_jobs}
     all_grids = [grid for grids in STAGES.values() for grid in grids]
-    staged = {frozenset(cell.words[1:]) for cell in stage_cells(all_grids, words=[], rows=tmp_path, rates_of=RATES_OF)}
+    staged = {
+        frozenset(cell.words[1:])
+        for cell in stage_cells(all_grids, words=[], rows=tmp_path, rates_of=RATES_OF)
+    }
     assert sweep_jobs <= staged, "the driver must run every job of the sweep"
     run_plan = plan(f"sweep={name}", *all_jobs[-1])
-    assert (run_plan.runtime.precision, run_plan.runtime.threads, run_plan.eval.bytes) == ("float32", 1, None)
+    assert (run_plan.runtime.precision, run_plan.runtime.threads, run_plan.eval.bytes) == (
+        "float32",
+        1,
+        None,
+    )
     assert run_plan.config["optim"]["matrices"]["optimizer"]["precision"] == "float32"
-    assert (run_plan.purpose, run_plan.eval.test) == (("tune", False) if "rates" in name else ("result", True))
+    assert (run_plan.purpose, run_plan.eval.test) == (
+        ("tune", False) if "rates" in name else ("result", True)
+    )
     assert run_plan.batch.order == ("permutation" if name == "text_rates" else "random")
     assert run_plan.data["name"] == ("recall" if name == "recall" else "enwik8_4m")
 
@@ -57,21 +82,35 @@ def text_stage(name: str, folder) -> list[tuple[str, ...]]:
 
 def test_text_is_trained_at_the_best_rate_as_soon_as_it_lies_between_tested_ones(tmp_path):
     inside = {"0.5": 2.31, "0.7071": 2.3, "1": 2.32}
-    rates_file(tmp_path, {"mhsa": inside, "longformer": inside, "latent": inside | {"1": 2.2}}, table="text_rates")
+    rates_file(
+        tmp_path,
+        {"mhsa": inside, "longformer": inside, "latent": inside | {"1": 2.2}},
+        table="text_rates",
+    )
     seeds = text_stage("text_seeds", tmp_path)
     rate = f"{LR_FACTOR}=0.7071"
-    runs = [("longformer", 0), ("mhsa", 0), ("longformer", 1), ("mhsa", 1), ("longformer", 2), ("mhsa", 2)]
+    runs = [
+        ("longformer", 0),
+        ("mhsa", 0),
+        ("longformer", 1),
+        ("mhsa", 1),
+        ("longformer", 2),
+        ("mhsa", 2),
+    ]
     runs += [("mhsa", 3), ("mhsa", 4)]
     assert seeds == [("sweep=text", f"seed={seed}", f"variant={name}", rate) for name, seed in runs]
     assert text_stage("text_positions", tmp_path)[0][2:] == ("variant=longformer_alibi", rate)
     by_bytes = text_stage("text_bytes", tmp_path)
     budgets = [850_000, 1_700_000, 3_400_000, 6_800_000]
-    assert [int(word.partition("=")[2]) for words in by_bytes for word in words if "bytes" in word] == [
-        budget for budget in budgets for _ in range(2)
-    ], "the shortest runs are first"
+    assert [
+        int(word.partition("=")[2]) for words in by_bytes for word in words if "bytes" in word
+    ] == [budget for budget in budgets for _ in range(2)], "the shortest runs are first"
     run_plan = plan(*by_bytes[-1])
     assert (run_plan.budget.amount, run_plan.optim["schedule"].decay_fraction) == (6_800_000, 0.2)
-    assert run_plan.config["variant"]["lr_scale"] == {"muon": 0.7071} and run_plan.batch.order == "permutation"
+    assert (
+        run_plan.config["variant"]["lr_scale"] == {"muon": 0.7071}
+        and run_plan.batch.order == "permutation"
+    )
 
 
 def test_rates_of_text_are_extended_by_the_square_root_of_2_for_both_optimizers(tmp_path):
@@ -117,7 +156,11 @@ def test_recall_by_key_has_the_rate_that_is_between_others_or_learns(tmp_path):
     for (name, *options), scores in bits.items():
         for factor, score in zip(("0.5", "1", "2"), scores, strict=True):
             words = [f"variant={name}", f"{rate}={factor}", *options]
-            summary = {"valid_bits_per_byte": score, "valid_floor_bits_per_byte": 1.739, "status": "finished"}
+            summary = {
+                "valid_bits_per_byte": score,
+                "valid_floor_bits_per_byte": 1.739,
+                "status": "finished",
+            }
             rows.append({"cell": [*start, *words], "summary": summary})
             repeats.append({"cell": ["sweep=recall_by_key", "seed=1", *words], "summary": summary})
     write_lines(tmp_path / "recall_by_key.jsonl", rows + repeats)  # further seeds are no search
@@ -150,7 +193,9 @@ def test_a_completed_run_gets_a_line_without_paths_of_the_machine(tmp_path, monk
         (folder := tmp_path / "front_page-1-mhsa" / "latest").mkdir(parents=True, exist_ok=True)
         summary = {"status": "diverged" if code else "finished", "command": " ".join(words)}
         (folder / "summary.json").write_text(json.dumps(summary))
-        (folder / "record.jsonl").write_text('{"kind": "provenance"}\n{"kind": "train"}\n{"kind": "valid"}\n')
+        (folder / "record.jsonl").write_text(
+            '{"kind": "provenance"}\n{"kind": "train"}\n{"kind": "valid"}\n'
+        )
         return code
 
     monkeypatch.setattr(runner, "run_python", run_python)
@@ -164,7 +209,9 @@ def test_a_completed_run_gets_a_line_without_paths_of_the_machine(tmp_path, monk
     runner.run(cell)
     assert f"data.path={tmp_path}/corpus.xz" in commands[-1]
     row = cell.find_row()["summary"]
-    assert row["status"] == "diverged" and "outputs=outputs data.path=corpus.xz" in row["command"], "no machine's path"
+    assert (
+        row["status"] == "diverged" and "outputs=outputs data.path=corpus.xz" in row["command"]
+    ), "no machine's path"
     assert str(tmp_path) not in cell.file.read_text()
     assert cell.find_row()["record"] == [{"kind": "provenance"}, {"kind": "valid"}]
     assert len(cell.file.read_text().splitlines()) == 1

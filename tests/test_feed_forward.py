@@ -1,4 +1,5 @@
-"""The feed-forward sublayer: its reference, initial values, dropout and sizes; RMSNorm compared with torch's."""
+"""The feed-forward sublayer: its reference, initial values, dropout and sizes; RMSNorm compared
+with torch's."""
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ def test_output_and_every_gradient_equal_those_of_the_reference(activation, bias
     biases = {"up_bias": up.bias, "down_bias": down.bias}
     expected = reference(x, up=up.weight, down=down.weight, activation=activation, **biases)
     assert (up.bias is not None) == (down.bias is not None) == bias
-    assert_same(block(x).y, expected, named={"x": x} | dict(block.named_parameters()), tolerance=1e-12)
+    assert_same(
+        block(x).y, expected, named={"x": x} | dict(block.named_parameters()), tolerance=1e-12
+    )
 
 
 def test_width_flops_and_the_zero_initialization():

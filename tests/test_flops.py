@@ -1,4 +1,5 @@
-"""The FLOP counter, compared with numbers worked out by hand: single operations, our kernels, and models."""
+"""The FLOP counter, compared with numbers worked out by hand: single operations, our kernels,
+and models."""
 
 from functools import partial
 
@@ -30,9 +31,15 @@ def queries_keys_values(rows: int, keys: int, **choices) -> list[Tensor]:
 PLAIN = (None, True, 0.0)  # no bias, with the log-sum-exp for the backward, no dropout
 ATTENTION = {
     "cpu": lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
-    "flash": lambda q, k, v, causal: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0],
-    "efficient": lambda q, k, v, causal: aten._scaled_dot_product_efficient_attention(q, k, v, *PLAIN, causal)[0],
-    "cudnn": lambda q, k, v, causal: aten._scaled_dot_product_cudnn_attention(q, k, v, *PLAIN, causal)[0],
+    "flash": lambda q, k, v, causal: aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[
+        0
+    ],
+    "efficient": lambda q, k, v, causal: aten._scaled_dot_product_efficient_attention(
+        q, k, v, *PLAIN, causal
+    )[0],
+    "cudnn": lambda q, k, v, causal: aten._scaled_dot_product_cudnn_attention(
+        q, k, v, *PLAIN, causal
+    )[0],
 }
 
 
@@ -47,7 +54,8 @@ def test_flops_of_torchs_attention_are_those_of_the_visible_pairs(kernel, causal
     forward = partial(ATTENTION[kernel], q, k, v, causal)
     assert count_flops(forward) == (4 * 2 * 3 * pairs * 8, {})
     total = count_flops(lambda: forward().sum().backward(), gradients=True)
-    assert total == ((4 + 10) * 2 * 3 * pairs * 8, {"sum": 1})  # two matrix products forward, five backward
+    # two matrix products forward, five backward
+    assert total == ((4 + 10) * 2 * 3 * pairs * 8, {"sum": 1})
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -69,8 +77,12 @@ def test_embedding_bags_count_the_rows_that_they_read_and_their_gradients(weight
         return F.embedding_bag(rows, table, mode="sum", per_sample_weights=weights, sparse=sparse)
 
     assert count_flops(read) == ((2 if weighted else 1) * 12 * 5, {})
-    passes = 2 + 2 + 2 if weighted else 1 + 1  # forward, gradient of the table, gradient of the weights
-    assert count_flops(lambda: read().backward(torch.ones(3, 5)), gradients=True) == (passes * 12 * 5, {})
+    # forward, gradient of the table, gradient of the weights
+    passes = 2 + 2 + 2 if weighted else 1 + 1
+    assert count_flops(lambda: read().backward(torch.ones(3, 5)), gradients=True) == (
+        passes * 12 * 5,
+        {},
+    )
 
 
 def test_the_gradient_of_indexing_counts_an_addition_for_each_number():
@@ -83,7 +95,10 @@ def test_the_gradient_of_indexing_counts_an_addition_for_each_number():
     }
     for read in reads.values():
         table.grad = None
-        assert count_flops(lambda read=read: read().backward(torch.ones(3, 5)), gradients=True) == (3 * 5, {})
+        assert count_flops(lambda read=read: read().backward(torch.ones(3, 5)), gradients=True) == (
+            3 * 5,
+            {},
+        )
 
 
 def test_operations_without_a_formula_are_listed_by_name():
@@ -91,7 +106,8 @@ def test_operations_without_a_formula_are_listed_by_name():
 
     def call():
         assert not torch.is_grad_enabled()
-        y = x.softmax(-1).T.contiguous().clone().view(4, 3).double().float()  # one operation, views and copies
+        # one operation, views and copies
+        y = x.softmax(-1).T.contiguous().clone().view(4, 3).double().float()
         y = torch.cat([y, torch.zeros(4, 3)]).mul(2).mul_(3).exp()
         return y.topk(2), x.gather(1, at), x.index_select(1, at[0]), x[at[0, :1]], x @ x.T
 
@@ -113,13 +129,19 @@ def test_sorts_and_cumulative_sums_are_counted():
     assert count_flops(lambda: x.cummax(0)) == (2 * 5, {})  # lines of three
     assert count_flops(lambda: x.sort()) == (3 * 5 * 3, {})  # three levels merge up to eight
     assert count_flops(lambda: x.argsort(dim=0, stable=True)) == (5 * 3 * 2, {})
-    assert count_flops(lambda: (x[:, :1].sort(), x[:0].cumsum(0), x.int().argsort(stable=True))).total == 0
+    assert (
+        count_flops(lambda: (x[:, :1].sort(), x[:0].cumsum(0), x.int().argsort(stable=True))).total
+        == 0
+    )
 
 
 @pytest.mark.cpu_kernel
-@pytest.mark.parametrize("past_gradients", [False, True], ids=["past is carried", "past has gradients"])
+@pytest.mark.parametrize(
+    "past_gradients", [False, True], ids=["past is carried", "past has gradients"]
+)
 def test_the_cpu_kernel_executes_little_more_than_the_visible_pairs(past_gradients):
-    """A block of 8 rows computes up to 7 keys more than a row sees, and vectors of 16 keys are computed completely.
+    """A block of 8 rows computes up to 7 keys more than a row sees, and vectors of 16 keys are
+    computed completely.
 
     ``key_counts`` are the keys of each head with a weight or a gradient, z + R + 1."""
     rows, past, width, key_counts = 128, 600, 16, (37, 517)
@@ -132,7 +154,11 @@ def test_the_cpu_kernel_executes_little_more_than_the_visible_pairs(past_gradien
 
     products = 2 * 2 * rows * width  # FLOPs of one product of all rows with a key, in two streams
     forward = count_flops(attend).total
-    assert 2 * products * sum(key_counts) <= forward <= 2 * products * sum(count + 7 + 2 * 16 for count in key_counts)
+    assert (
+        2 * products * sum(key_counts)
+        <= forward
+        <= 2 * products * sum(count + 7 + 2 * 16 for count in key_counts)
+    )
     backward = count_flops(lambda: attend().sum().backward(), gradients=True).total - forward
     segment_counts = [min(count, rows) - min(count, rows) ** 2 / (2 * rows) for count in key_counts]
     least = 3 * sum(key_counts) + 2 * sum(key_counts if past_gradients else segment_counts)
@@ -146,7 +172,8 @@ X = torch.randn(2, 8, 16)
 MASK = torch.nn.Transformer.generate_square_subsequent_mask(8)
 LAYER = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
 HEADS = torch.nn.MultiheadAttention(16, 4, batch_first=True).eval()
-PROJECTED, PAIRS = 2 * 16 * 4 * 16 * 16, 4 * 2 * 8 * 8 * 16  # queries, keys, values and output; scores and values
+# queries, keys, values and output; scores and values
+PROJECTED, PAIRS = 2 * 16 * 4 * 16 * 16, 4 * 2 * 8 * 8 * 16
 
 
 @pytest.mark.parametrize(
@@ -210,9 +237,18 @@ def memory_table(context: LayerContext, *, sparse: bool = False) -> ProductKeyMe
 def build(*makers, span: int = 24, backend: str = "auto", shift: int = 0) -> LanguageModel:
     """A model of one layer with a sublayer from each of ``makers``."""
     torch.manual_seed(0)
-    common = {"heads": H, "span": span, "attend_self": not shift, "backend": backend, "cache": "kv", "scheme": Rotary}
+    common = {
+        "heads": H,
+        "span": span,
+        "attend_self": not shift,
+        "backend": backend,
+        "cache": "kv",
+        "scheme": Rotary,
+    }
     layer = {f"part{i}": make for i, make in enumerate(makers)}
-    return LanguageModel([layer], lambda i: LayerContext(d_model=D, layer=i, n_layers=1, **common), vocabulary=V)
+    return LanguageModel(
+        [layer], lambda i: LayerContext(d_model=D, layer=i, n_layers=1, **common), vocabulary=V
+    )
 
 
 def per_byte(model: LanguageModel, segment: int) -> float:
@@ -222,7 +258,8 @@ def per_byte(model: LanguageModel, segment: int) -> float:
 
 
 def band(segment: int, columns: int, chunk: int) -> int:
-    """FLOPs of one head that computes scores of ``chunk`` queries and all keys that any of them sees."""
+    """FLOPs of one head that computes scores of ``chunk`` queries and all keys that any of them
+    sees."""
     rows = [min(chunk, segment - begin) for begin in range(0, segment, chunk)]
     return sum(4 * r * (columns - 1 + r) * K for r in rows)
 
@@ -238,7 +275,9 @@ def test_flops_of_attention_with_a_full_past(segment, shift):
 
 
 def test_counting_changes_no_weight_mode_gradient_or_random_state():
-    model = build(partial(Attention, span=partial(AdaptiveSpan, ramp=8)), memory_table, feed_forward)
+    model = build(
+        partial(Attention, span=partial(AdaptiveSpan, ramp=8)), memory_table, feed_forward
+    )
     model.train()
     model.norm.eval()  # one module in another mode than the others
     modes = [module.training for module in model.modules()]

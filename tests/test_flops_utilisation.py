@@ -22,7 +22,12 @@ def test_utilisation_is_flops_per_second_over_the_peak_and_none_where_either_is_
     share = utilisation(row)
     assert share["flops_per_s"] == pytest.approx(3 * 88e6 * 64 * 512 / 0.020)
     assert share["peak_flops_per_s"] == 989e12 and share["share"] == pytest.approx(0.4374, abs=1e-4)
-    missing = [{"device": "NVIDIA H100 NVL"}, {"device_kind": "cpu"}, {"time": {"train_ms": None}}, {"flops": None}]
+    missing = [
+        {"device": "NVIDIA H100 NVL"},
+        {"device_kind": "cpu"},
+        {"time": {"train_ms": None}},
+        {"flops": None},
+    ]
     assert [utilisation(gpu_row(**changes)) for changes in missing] == [None] * 4
 
 
@@ -32,7 +37,10 @@ def test_device_names_of_data_sheets_are_unique_and_select_the_peak_of_a_precisi
     assert len(set(names)) == len(names)
     # torch does not report a name of the M4 Max.
     assert [key for key, entry in devices.items() if not entry.reported_as] == ["m4_max"]
-    assert dense_peak_flops("NVIDIA H200", "bfloat16") == 989e12 and dense_peak_flops("NVIDIA H200", "float32") == 67e12
+    assert (
+        dense_peak_flops("NVIDIA H200", "bfloat16") == 989e12
+        and dense_peak_flops("NVIDIA H200", "float32") == 67e12
+    )
 
 
 def test_the_table_of_costs_has_utilisation_where_a_peak_is_known():

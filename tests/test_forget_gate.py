@@ -9,19 +9,27 @@ from tests.attention_case import Case, D, assert_near, reference_output
 from variants.attention import Attention
 from variants.forget_gate import ForgetGate
 
-BACKENDS = pytest.mark.parametrize("backend", ["plain", pytest.param("kernel", marks=pytest.mark.cpu_kernel)])
+BACKENDS = pytest.mark.parametrize(
+    "backend", ["plain", pytest.param("kernel", marks=pytest.mark.cpu_kernel)]
+)
 pytestmark = pytest.mark.numeric
 
 
 @BACKENDS
 def test_at_position_a_million_it_equals_the_reference_over_its_reach(backend):
-    """Key biases of a state are relative to its last byte, so a state after 700 bytes equals one after the last 256.
+    """Key biases of a state are relative to its last byte, so a state after 700 bytes equals one
+    after the last 256.
 
     The reference therefore gets only the 256 bytes before position 10^6."""
     case = Case(length=5, past=256, span=257, position="rotary", backend=backend)
     attention, (past, x) = case.build(partial(Attention, key_bias=ForgetGate)), case.stream()
     exact = reference_output(attention, x=x, past=past, position="rotary").detach()
-    attention, past, x, at = attention.float(), past.float(), x.detach().float(), torch.tensor([10**6] * 2)
+    attention, past, x, at = (
+        attention.float(),
+        past.float(),
+        x.detach().float(),
+        torch.tensor([10**6] * 2),
+    )
     stream, state = torch.cat([torch.randn(2, 444, D), past], dim=1), None
     for begin in range(0, 700, 70):
         state = attention(stream[:, begin : begin + 70], state, at - 700 + begin).state

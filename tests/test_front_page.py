@@ -16,21 +16,31 @@ ROOT = front_page.ROOT
 CLAIM = re.compile(r"\d\s*(?:times|×|percent)(?!\w)|-fold|\bfaster\b|speed-?up")
 
 
-def line(variant: str, seed: int, test: float, *, status="finished", check="shipped", copies=None) -> dict:
+def line(
+    variant: str, seed: int, test: float, *, status="finished", check="shipped", copies=None
+) -> dict:
     """A line that ``bench.evidence`` writes for a run."""
     _, run = run_rows(variant=variant, seed=seed, bits=test + 0.1)
     run |= {"status": status, "check": check, "budget": {"bytes": 9}, "protocol": {}}
-    run |= {"numerics": {"variant": 1, "shared": 1}, "test_bits_per_byte": test, "test_bits_per_copy": copies}
+    run |= {
+        "numerics": {"variant": 1, "shared": 1},
+        "test_bits_per_byte": test,
+        "test_bits_per_copy": copies,
+    }
     run["data"] = {"sha256": "ab"}
     record = [{"config": {"variant": {"lr_scale": {"muon": 2}}}}]
-    curve = [{"from_bytes": n, "to_bytes": m, "bits_per_byte": b} for n, m, b in ((1, 1, 4.0), (2, 512, test))]
+    curve = [
+        {"from_bytes": n, "to_bytes": m, "bits_per_byte": b}
+        for n, m, b in ((1, 1, 4.0), (2, 512, test))
+    ]
     cell = [f"variant={variant}", f"seed={seed}"]
     return {"cell": cell, "summary": run, "record": record, "evaluation": {"context_curve": curve}}
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with rows of three mechanisms. One run of ``linear`` is not causal and one has diverged."""
+    """A folder with rows of three mechanisms. One run of ``linear`` is not causal and one has
+    diverged."""
 
     def write(name: str, lines: list[dict]):
         write_lines(tmp_path / f"{name}.jsonl", lines)
@@ -41,9 +51,15 @@ def folder(tmp_path):
     write("front_page", [*runs, line("linear", 2, 9.0, status="diverged")])
     copied = {"mhsa": {"31": 0.01, "447": 0.2}, "linear": {"31": 0.5, "447": 4.0}}
     write("recall", [line(name, 0, 2.0, copies=bits) for name, bits in copied.items()])
-    skills = [line("mhsa", 0, 2.0, copies={"16": 0.9, "2": 0.01}), line("mhsa", 0, 2.0, copies={"all": 0.25})]
+    skills = [
+        line("mhsa", 0, 2.0, copies={"16": 0.9, "2": 0.01}),
+        line("mhsa", 0, 2.0, copies={"all": 0.25}),
+    ]
     skills.append(line("linear", 0, 1.0, copies={"all": 0.01}, check="not causal"))
-    skills[0]["cell"].append("data=state_tracking"), skills[1]["cell"].append("data=selective_copying")
+    (
+        skills[0]["cell"].append("data=state_tracking"),
+        skills[1]["cell"].append("data=selective_copying"),
+    )
     worse = line("mhsa", 0, 2.75)
     worse["record"][0]["config"]["variant"]["lr_scale"]["muon"] = 1
     write("combinations", [worse, line("mhsa", 0, 2.625)])
@@ -60,26 +76,36 @@ def folder(tmp_path):
         row["summary"] |= scores | {"protocol": {"sequence": sequence}}
         recall.append(row)
     write("recall_by_key", recall)
-    write("cost", [{"variant": "mhsa", "status": "measured", "mode": "stream", "length": 4096, "segment": 512,
-                    "spans_from": None, "flops": {"executed_per_byte": 1.0e7},
-                    "memory": {"state_bytes": 2**20, "train_peak_bytes": 2**28},
-                    "time": {"train_ms": {"p50": 51.2}}},
-                   {"variant": "linear", "status": "failed", "mode": "stream", "length": 4096, "segment": 512}])  # fmt: skip
+    common = {"mode": "stream", "length": 4096, "segment": 512}
+    measured = {"spans_from": None, "flops": {"executed_per_byte": 1.0e7}}
+    measured |= {"memory": {"state_bytes": 2**20, "train_peak_bytes": 2**28}}
+    measured |= {"time": {"train_ms": {"p50": 51.2}}}
+    costs = [{"variant": "mhsa", "status": "measured"} | common | measured]
+    write("cost", [*costs, {"variant": "linear", "status": "failed"} | common])
     return tmp_path
 
 
 def test_committed_pages_are_up_to_date_rows_are_small_and_readme_claims_no_speed():
     for name, block in front_page.blocks(ROOT / RESULTS).items():
         page = (ROOT / name).read_text()
-        assert between_markers(page, block, name=name) == page, f"{name} is outdated: run python -m bench.front_page"
-        assert all((ROOT / name).with_name(picture).exists() for picture in re.findall(r"\]\((\w+\.png)\)", page))
+        assert between_markers(page, block, name=name) == page, (
+            f"{name} is outdated: run python -m bench.front_page"
+        )
+        assert all(
+            (ROOT / name).with_name(picture).exists()
+            for picture in re.findall(r"\]\((\w+\.png)\)", page)
+        )
     files = [path for path in (ROOT / RESULTS).iterdir() if path.suffix == ".jsonl"]
     assert len(files) <= 12 and sum(path.stat().st_size for path in files) < 3e6
     assert not CLAIM.findall((ROOT / README).read_text()), "a claim of speed needs its row"
 
 
-def test_the_table_has_baselines_intervals_costs_and_compressors_in_order_of_score(folder, monkeypatch):
-    assert "`linear`" not in front_page.readme_table(folder), "only the variants of `readme` are rows"
+def test_the_table_has_baselines_intervals_costs_and_compressors_in_order_of_score(
+    folder, monkeypatch
+):
+    assert "`linear`" not in front_page.readme_table(folder), (
+        "only the variants of `readme` are rows"
+    )
     monkeypatch.setitem(front_page.VARIANTS, "readme", ["mhsa", "adaptive_span", "linear"])
     monkeypatch.setitem(front_page.VARIANTS["baselines"], "linear", "adaptive_span")
     table, missing = front_page.readme_table(folder).split("\n\n")
@@ -94,9 +120,14 @@ def test_the_table_has_baselines_intervals_costs_and_compressors_in_order_of_sco
         "too few seeds",
         "+0.0",
     )
-    assert (cells[2]["baseline"], cells[2]["Δ, 95% interval"]) == ("`adaptive_span`", "+0.1600 ± 0.0043")
+    assert (cells[2]["baseline"], cells[2]["Δ, 95% interval"]) == (
+        "`adaptive_span`",
+        "+0.1600 ± 0.0043",
+    )
     assert "repeats" not in table, "a column that is empty in all rows is left out"
-    assert "`mhsa` (5)" in missing and "`linear`" not in missing, "the runs of the new table are missing"
+    assert "`mhsa` (5)" in missing and "`linear`" not in missing, (
+        "the runs of the new table are missing"
+    )
 
 
 def test_rows_with_windows_in_a_permutation_replace_the_older_ones(folder):
@@ -114,12 +145,14 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
     text = published.results_sections(folder)
     for words in (
         "selective_copying, all | state_tracking, 2 | state_tracking, 16 |",
-        "| `mhsa` | 0.250 | 0.010 | 0.900 |\n| (counts only) | 2.369 | 0.048 | 0.874 |\n| (no memory) | 4.087 |",
+        "| `mhsa` | 0.250 | 0.010 | 0.900 |\n| (counts only) | 2.369 | 0.048 | 0.874 |\n| (no "
+        "memory) | 4.087 |",
         "| `mhsa` | 1 | 2.6250 | +0.0 | 2.7250 | 2 | 2.95 | 2.69 |",
         "- `linear`, seed 1: not causal\n- `linear`, seed 2: diverged",
         "| `adaptive_span` | 3 | 2.3010 | `mhsa` | -0.0090 ± 0.0025 | better |",
         "- Test: bzip2 -9 2.5000, xz -9e 2.7000\n",
-        "- Standard deviation of a difference between two runs of one seed: 0.0010, 2 degrees of freedom",
+        "- Standard deviation of a difference between two runs of one seed: 0.0010, 2 degrees of "
+        "freedom",
         "Runs that are missing (`python -m bench.evidence stage=text_bytes`): `mhsa_alibi` (8)",
         "### Generation, ms per byte",
         "No row yet of `python -m bench.cost mode=cold`.",
@@ -154,7 +187,9 @@ def test_a_skill_with_searched_learning_rates_has_only_mechanisms_at_their_best_
         (3, "", "ab", 1, "two learning rates of one variant"),
     ],
 )
-def test_a_row_that_repeats_a_run_or_does_not_compare_is_refused(folder, seed, word, sha256, factor, message):
+def test_a_row_that_repeats_a_run_or_does_not_compare_is_refused(
+    folder, seed, word, sha256, factor, message
+):
     row = line("mhsa", seed, 2.5)
     row["cell"] += [word] if word else []
     row["summary"]["data"]["sha256"] = sha256
@@ -172,18 +207,34 @@ def test_costs_rates_speeds_and_runs_on_a_gpu_of_other_conditions_are_refused(fo
     peer = peer_row()
     cost = json.loads((folder / "cost.jsonl").read_text().splitlines()[0])
     gpu = json.loads((ROOT / RESULTS / "gpu.jsonl").read_text().splitlines()[0])
-    changes = [("device", "Another"), ("seed", 7), ("check", "not causal"), ("budget", {"seconds": 600.0})]
-    wrong = [(gpu, gpu | {"summary": gpu["summary"] | {"variant": "linear", key: changed}}) for key, changed in changes]
+    changes = [
+        ("device", "Another"),
+        ("seed", 7),
+        ("check", "not causal"),
+        ("budget", {"seconds": 600.0}),
+    ]
+    wrong = [
+        (gpu, gpu | {"summary": gpu["summary"] | {"variant": "linear", key: changed}})
+        for key, changed in changes
+    ]
     cases = [(published.gpu_sections, rows) for rows in [(gpu, gpu), *wrong]]
-    cases += [(published.cost_tables, (cost, cost | change)) for change in ({}, {"variant": "linear", "threads": 2})]
-    cases += [(published.speed_tables, (peer, peer | change)) for change in ({}, {"name": "mhsa", "threads": 9})]
+    cases += [
+        (published.cost_tables, (cost, cost | change))
+        for change in ({}, {"variant": "linear", "threads": 2})
+    ]
+    cases += [
+        (published.speed_tables, (peer, peer | change))
+        for change in ({}, {"name": "mhsa", "threads": 9})
+    ]
     for table, rows in [*cases, (published.learning_rate_tables, rates)]:
         write_lines(folder / "rows.jsonl", rows)
         with pytest.raises(ValueError, match=r"rows.jsonl: rows (repeat a|differ in)"):
             list(table(folder / "rows.jsonl"))
 
 
-def recall_line(seed: int, accuracy: list[float], *, variant="mhsa", factor=1.0, **attention) -> dict:
+def recall_line(
+    seed: int, accuracy: list[float], *, variant="mhsa", factor=1.0, **attention
+) -> dict:
     """A line of a run of recall by key: the accuracies of its validations, a megabyte apart."""
     row = line(variant, seed, 2.0)
     row["summary"]["protocol"] = {"sequence": 64}
@@ -208,7 +259,10 @@ def test_curves_of_recall_have_their_seeds_at_the_best_rate(folder):
         "gated_delta, filter_bytes=1": 1,
     }
     assert curves["mhsa"][1].to_dict() == {1.0: 0.1, 2.0: 0.2, 3.0: 0.992}
-    assert recall_finding(curves) == "Attention recalls after 1.0 MB with shifted keys, after 3.0 MB without"
+    assert (
+        recall_finding(curves)
+        == "Attention recalls after 1.0 MB with shifted keys, after 3.0 MB without"
+    )
     late = curves | {"mhsa": curves["gated_delta, filter_bytes=1"]}
     assert recall_finding(late).endswith("not within 1.0 MB without")
     assert recall_finding({}).startswith("Recall by key: rows are missing")
@@ -221,7 +275,9 @@ def test_the_title_of_the_state_panel_says_how_the_least_state_scores(folder):
     runs.loc[runs["variant"] == "linear", published_runs.STATE] = 9
     means, names = published_runs.published_means(runs), ["mhsa", "adaptive_span"]
     assert state_finding(means, names) == "With 25% of its state, adaptive_span beats mhsa"
-    assert state_finding(means, [*names, "linear"]).endswith("linear has too few seeds to compare with mhsa")
+    assert state_finding(means, [*names, "linear"]).endswith(
+        "linear has too few seeds to compare with mhsa"
+    )
 
 
 def test_runs_of_several_budgets_are_a_table_and_a_figure(folder):
@@ -229,7 +285,11 @@ def test_runs_of_several_budgets_are_a_table_and_a_figure(folder):
     for budget, bits in ((850_000, 2.5), (3_400_000, 2.3)):
         row = line("mhsa", 0, bits)
         row["cell"] += ["sweep=text", f"budget.bytes={budget}", "optim.schedule.decay_fraction=0.2"]
-        row["summary"] |= {"budget": {"bytes": budget}, "training_flops": 1e6 * budget, "epochs": budget / 3.4e6}
+        row["summary"] |= {
+            "budget": {"bytes": budget},
+            "training_flops": 1e6 * budget,
+            "epochs": budget / 3.4e6,
+        }
         rows.append(row)
     write_lines(folder / "text_bytes.jsonl", rows)
     text = published.results_sections(folder)

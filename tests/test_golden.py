@@ -1,4 +1,5 @@
-"""Every shipped variant computes the numbers in its golden file with each backend that the file names."""
+"""Every shipped variant computes the numbers in its golden file with each backend that the file
+names."""
 
 import os
 import subprocess
@@ -12,17 +13,26 @@ from tests.golden import __main__ as command
 from tests.requirements import require
 from variants.kernels import window_cpu
 
-REPRESENTATIVE = "adaptive_span_far compressed_top_k linear_decay mhsa_relative performer product_key_memory reformer"
+REPRESENTATIVE = (
+    "adaptive_span_far compressed_top_k linear_decay mhsa_relative performer "
+    "product_key_memory reformer"
+)
 """Cases that together cover the arithmetic of all others."""
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_case_has_a_golden_file_with_the_current_numerics(case):
     path, variant = f"tests/golden/{case}.json", f"conf/variant/{CASES[case][0]}.yaml"
-    assert path_of(case).exists(), f"{path} is missing: set numerics in {variant}, run python -m tests.golden"
+    assert path_of(case).exists(), (
+        f"{path} is missing: set numerics in {variant}, run python -m tests.golden"
+    )
     current, file = numerics(case), read(case)
-    assert current["variant"] is not None, f"{variant} has no numerics: every shipped variant must have one"
-    assert file["numerics"] == current, f"{path} has other numerics than the code: run python -m tests.golden"
+    assert current["variant"] is not None, (
+        f"{variant} has no numerics: every shipped variant must have one"
+    )
+    assert file["numerics"] == current, (
+        f"{path} has other numerics than the code: run python -m tests.golden"
+    )
     if file.get("tolerance", golden.TOLERANCE) != golden.TOLERANCE:
         assert file["why"], f"{path} must explain its tolerance"
 
@@ -34,11 +44,17 @@ def test_every_golden_file_has_a_case():
 @pytest.mark.parametrize("case", CASES)
 def test_both_backends_compute_the_golden_numbers(case):
     file = read(case)
-    for backend in sorted(BACKENDS, reverse=True):  # the kernel last, because it may not be available
-        require(backend != "kernel" or window_cpu.obstacle() is None, "the CPU's kernel is not available")
+    # the kernel last, because it may not be available
+    for backend in sorted(BACKENDS, reverse=True):
+        require(
+            backend != "kernel" or window_cpu.obstacle() is None,
+            "the CPU's kernel is not available",
+        )
         numbers = measure(case, backend=backend)
         listed = backend in file["executed_flops_per_byte"]
-        assert (numbers is not None) == listed, f"{case}: {backend} is {'' if listed else 'not '}in the file"
+        assert (numbers is not None) == listed, (
+            f"{case}: {backend} is {'' if listed else 'not '}in the file"
+        )
         changes = differences(file, numbers) if numbers else []
         assert not changes, explanation(case, changes)
 
@@ -56,26 +72,48 @@ def test_the_golden_numbers_do_not_depend_on_the_instruction_set():
     assert child.returncode == 0, child.stdout + child.stderr
 
 
-def test_a_changed_or_missing_number_is_reported_with_file_key_and_instructions(monkeypatch, tmp_path, capsys):
+def test_a_changed_or_missing_number_is_reported_with_file_key_and_instructions(
+    monkeypatch, tmp_path, capsys
+):
     monkeypatch.setattr(golden, "FOLDER", tmp_path)
     monkeypatch.setattr(command, "measure", lambda case, *, backend: _measured(backend, loss=2.0))
-    assert command.main(["mhsa"]) == 0 and not differences(read("mhsa"), _measured("plain", loss=2.0 + 1e-9))
+    assert command.main(["mhsa"]) == 0 and not differences(
+        read("mhsa"), _measured("plain", loss=2.0 + 1e-9)
+    )
     before = path_of("mhsa").read_text()
-    monkeypatch.setattr(command, "measure", lambda case, *, backend: _measured(backend, loss=2.0 + 1e-8))
+    monkeypatch.setattr(
+        command, "measure", lambda case, *, backend: _measured(backend, loss=2.0 + 1e-8)
+    )
     capsys.readouterr()
     assert command.main(["mhsa"]) == 1 and path_of("mhsa").read_text() == before
     printed = capsys.readouterr().out
-    words = ("tests/golden/mhsa.json", "adamw.losses.1 is 2.0 in the file, 2.00000001 now", "conf/variant/mhsa.yaml")
-    assert all(word in printed for word in (*words, "NUMERICS in harness/model.py", "python -m tests.golden"))
+    words = (
+        "tests/golden/mhsa.json",
+        "adamw.losses.1 is 2.0 in the file, 2.00000001 now",
+        "conf/variant/mhsa.yaml",
+    )
+    assert all(
+        word in printed
+        for word in (*words, "NUMERICS in harness/model.py", "python -m tests.golden")
+    )
     monkeypatch.setattr(golden, "NUMERICS", golden.NUMERICS + 1)
-    assert command.main(["mhsa"]) == 0 and not differences(read("mhsa"), _measured("plain", loss=2.0 + 1e-8))
+    assert command.main(["mhsa"]) == 0 and not differences(
+        read("mhsa"), _measured("plain", loss=2.0 + 1e-8)
+    )
     assert command.main(["mhsa", "check"]) == 0
     monkeypatch.setattr(command, "measure", lambda case, *, backend: None)
-    assert command.main(["mhsa", "check", "kernel"]) == 1 and "kernel is not measured now" in capsys.readouterr().out
+    assert (
+        command.main(["mhsa", "check", "kernel"]) == 1
+        and "kernel is not measured now" in capsys.readouterr().out
+    )
 
 
 def _measured(backend: str, *, loss: float) -> dict:
-    return {"state_bytes": {backend: 8}, "executed_flops_per_byte": {backend: 7.0}, "adamw": {"losses": [1.0, loss]}}
+    return {
+        "state_bytes": {backend: 8},
+        "executed_flops_per_byte": {backend: 7.0},
+        "adamw": {"losses": [1.0, loss]},
+    }
 
 
 def test_nan_and_a_number_that_only_the_file_or_only_the_measurement_has_are_differences():

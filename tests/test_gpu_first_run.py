@@ -1,4 +1,5 @@
-"""``tests/gpu_first_run.sh``: its commands compose for a GPU, none stops the others, and its rows become tables."""
+"""``tests/gpu_first_run.sh``: its commands compose for a GPU, none stops the others, and its
+rows become tables."""
 
 import os
 import subprocess
@@ -21,7 +22,8 @@ case "$*" in -c*) echo 2; exit;; esac
 echo "$*" >>"$CALLS"
 case "$*" in *"$FAIL"*) exit 3;; esac
 """
-"""A Python that writes its arguments to ``CALLS``, fails for those with ``FAIL``, and reports two devices."""
+"""A Python that writes its arguments to ``CALLS``, fails for those with ``FAIL``, and reports
+two devices."""
 
 
 def run_script(folder: Path, *words: str, fail: str = "none") -> tuple[int, list[list[str]], str]:
@@ -33,8 +35,14 @@ def run_script(folder: Path, *words: str, fail: str = "none") -> tuple[int, list
     environment = {"PYTHON": str(stub), "CALLS": str(calls), "FAIL": fail, "CORPUS": ""}
     environment |= {name: str(folder / name) for name in ("ROWS", "RUNS")}
     script = ["sh", str(ROOT / "tests" / "gpu_first_run.sh"), *words]
-    outcome = subprocess.run(script, env=os.environ | environment, capture_output=True, text=True, check=False)
-    return outcome.returncode, [line.split() for line in calls.read_text().splitlines()], outcome.stdout
+    outcome = subprocess.run(
+        script, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    return (
+        outcome.returncode,
+        [line.split() for line in calls.read_text().splitlines()],
+        outcome.stdout,
+    )
 
 
 def test_a_failure_stops_no_other_command_and_only_what_failed_runs_again(tmp_path):
@@ -42,7 +50,9 @@ def test_a_failure_stops_no_other_command_and_only_what_failed_runs_again(tmp_pa
     assert code == 1 and "kernels: FAILED with exit code 3" in out
     assert [call[1] for call in failed] == ["pytest", *["tests.gpu_profile"] * 4]
     code, again, out = run_script(tmp_path, "kernels", "profile", "costs")
-    assert [call[1] for call in again] == ["pytest", *["bench.cost"] * 5] and out.count("done before") == 4
+    assert [call[1] for call in again] == ["pytest", *["bench.cost"] * 5] and out.count(
+        "done before"
+    ) == 4
     assert run_script(tmp_path, "kernels")[1] == []
 
 
@@ -63,10 +73,24 @@ def test_the_commands_of_the_script_compose_for_a_gpu(tmp_path):
 
 
 def test_sweeps_for_a_gpu_leave_out_comparisons_combinations_and_variants_without_a_kernel():
-    lists = [OmegaConf.load(CONF / "sweep" / f"{name}.yaml").hydra.sweeper.params for name in ("smoke", "leaderboard")]
+    lists = [
+        OmegaConf.load(CONF / "sweep" / f"{name}.yaml").hydra.sweeper.params
+        for name in ("smoke", "leaderboard")
+    ]
     assert lists[0].variant == lists[1].variant
-    comparisons = {"all_attention_6", "all_attention_10", "linear_decay", "mhsa_8_layers", "mhsa_alibi"}
-    comparisons |= {"performer_decay", "mhsa_memory_flops", "uniform_span", *(f"mhsa_span_{n}" for n in (8, 32, 128))}
+    comparisons = {
+        "all_attention_6",
+        "all_attention_10",
+        "linear_decay",
+        "mhsa_8_layers",
+        "mhsa_alibi",
+    }
+    comparisons |= {
+        "performer_decay",
+        "mhsa_memory_flops",
+        "uniform_span",
+        *(f"mhsa_span_{n}" for n in (8, 32, 128)),
+    }
     comparisons |= {"mhsa_relative", "adaptive_span_alibi", "longformer_alibi"}
     comparisons |= {"gated_delta_softmax_alibi", "gated_delta_softmax_rotary"}
     swept = set(lists[0].variant.split(","))
@@ -108,8 +132,14 @@ def test_published_rows_become_tables(tmp_path):
         gpu_rows.publish(tmp_path, file=file)
         assert len(read_rows(file)) == 4 + 3
     tables = gpu_sections(file)
-    assert "### Equal bytes" in tables and "| mechanism | 512 compiled |" in tables and "| `mhsa` | 30 |" in tables
-    assert "### Launches of kernels\n\n| mechanism | 16 |\n| --- | --: |\n| `mhsa` | 1,234 |" in tables
+    assert (
+        "### Equal bytes" in tables
+        and "| mechanism | 512 compiled |" in tables
+        and "| `mhsa` | 30 |" in tables
+    )
+    assert (
+        "### Launches of kernels\n\n| mechanism | 16 |\n| --- | --: |\n| `mhsa` | 1,234 |" in tables
+    )
     append_row(tmp_path / "cost.jsonl", cost_row(utilisation={"share": 1.2}))
     with pytest.raises(AssertionError, match="between 0 and 1"):
         gpu_rows.publish(tmp_path, file=file)

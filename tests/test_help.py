@@ -10,7 +10,9 @@ from harness.compose.untrusted_config import CONF
 from tests.command_line import train
 from tests.small_runs import temporary_cwd  # noqa: F401 - a fixture
 
-COMMANDS = sorted(path.stem for path in CONF.glob("*.yaml") if path.stem not in ("command", "bench"))
+COMMANDS = sorted(
+    path.stem for path in CONF.glob("*.yaml") if path.stem not in ("command", "bench")
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

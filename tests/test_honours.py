@@ -1,4 +1,5 @@
-"""``honours``: choices that a mechanism does not declare are refused, and those that it declares change its output."""
+"""``honours``: choices that a mechanism does not declare are refused, and those that it declares
+change its output."""
 
 import pytest
 
@@ -14,7 +15,12 @@ from variants.contract import Honours, Position
 from variants.position import Alibi, Relative, Rotary
 
 UNCHANGED = "the output of SUBLAYERS is the same with {}, which its honours declare"
-IGNORED = ("position=alibi,none", "model.cache=hidden,kv", "model.attend_self=false,true", "model.span=13,26,6")
+IGNORED = (
+    "position=alibi,none",
+    "model.cache=hidden,kv",
+    "model.attend_self=false,true",
+    "model.span=13,26,6",
+)
 
 
 class Slopes(Alibi):
@@ -48,17 +54,23 @@ def position_words(scheme: type) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     "cls, words, line",
     [
-        (Sums, ("position=none", "model.cache=hidden"), r"model\.cache=hidden: variant\.toy \(Sums\) supports only kv"),
+        (
+            Sums,
+            ("position=none", "model.cache=hidden"),
+            r"model\.cache=hidden: variant\.toy \(Sums\) supports only kv",
+        ),
         (
             Sums,
             (),
-            r"position=rotary: rotates queries and keys, which variant\.toy \(Sums\) does not support; allowed are none, "
+            r"position=rotary: rotates queries and keys, which variant\.toy \(Sums\) does not "
+            r"support; allowed are none, "
             r"schemes that change only embedded bytes \(sinusoidal\)$",
         ),
         (
             Decays,
             position_words(TurnsAndAdds),
-            r"position=turnsandadds: rotates queries and keys and adds to scores, which variant\.toy \(Decays\) does not support;"
+            r"position=turnsandadds: rotates queries and keys and adds to scores, which "
+            r"variant\.toy \(Decays\) does not support;"
             r" .*, one that lowers scores by a slope times the distance$",
         ),
     ],
@@ -66,7 +78,11 @@ def position_words(scheme: type) -> tuple[str, ...]:
 def test_a_choice_that_a_mechanism_does_not_declare_is_refused(cls, words, line):
     with pytest.raises(ValueError, match=line):
         toy(cls, *words).make_model()
-    for declared in (("position=alibi", "model.attend_self=false"), position_words(Slopes), position_words(Embeds)):
+    for declared in (
+        ("position=alibi", "model.attend_self=false"),
+        position_words(Slopes),
+        position_words(Embeds),
+    ):
         assert toy(Decays, *declared).make_model()
 
 
@@ -76,12 +92,18 @@ def test_a_choice_that_a_mechanism_does_not_declare_is_refused(cls, words, line)
         (broken.IgnoresPosition, (), [UNCHANGED.format("position=none,rotary")]),
         (broken.IgnoresCache, (), [UNCHANGED.format("model.cache=hidden,kv")]),
         (broken.IgnoresSpan, (), [UNCHANGED.format("model.span=13,26,6")]),
-        (broken.DeniesSpan, (), ["the output of SUBLAYERS differs with model.span=13,26,6, which its honours exclude"]),
+        (
+            broken.DeniesSpan,
+            (),
+            ["the output of SUBLAYERS differs with model.span=13,26,6, which its honours exclude"],
+        ),
         (broken.OverclaimsChoices, ("position=alibi",), [UNCHANGED.format(key) for key in IGNORED]),
         (Sums, ("position=none",), []),
     ],
 )
-def test_a_declared_choice_that_is_ignored_and_a_denied_one_that_is_followed_are_caught(cls, words, lines):
+def test_a_declared_choice_that_is_ignored_and_a_denied_one_that_is_followed_are_caught(
+    cls, words, lines
+):
     sublayers = "layers.0.toy, layers.1.toy"
     breaks = list(check_choices(shrink(toy(cls, *words, "runtime.backend=plain"))))
     assert breaks == [line.replace("SUBLAYERS", sublayers) for line in lines]
@@ -95,6 +117,14 @@ def test_a_declared_choice_that_is_ignored_and_a_denied_one_that_is_followed_are
     ],
 )
 def test_spans_set_by_keywords_need_not_follow_the_span_of_the_model(words):
-    sizes = ("model.layers=2", "model.d_model=32", "model.heads=2", "model.span=13", "runtime.backend=plain")
-    breaks, compared = collect_breaks(check_choices(plan_run(compose_config("data=recall", *words, *sizes))))
+    sizes = (
+        "model.layers=2",
+        "model.d_model=32",
+        "model.heads=2",
+        "model.span=13",
+        "runtime.backend=plain",
+    )
+    breaks, compared = collect_breaks(
+        check_choices(plan_run(compose_config("data=recall", *words, *sizes)))
+    )
     assert not breaks and "model.span (13, 26" in compared

@@ -11,8 +11,18 @@ from harness.device.runtime import Runtime
 from harness.loop.step import train_step
 from tests.small_runs import SPANS, VARIANTS, make_trainer, saved
 
-WAITING_METHODS = ("tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
-DEEP = ("model.layers=3", "batch.carry=true", "optim.clip=1.0", "runtime.backend=plain")  # the kernel would read spans
+WAITING_METHODS = (
+    "tolist",
+    "item",
+    "numpy",
+    "cpu",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+)
+# the kernel would read spans
+DEEP = ("model.layers=3", "batch.carry=true", "optim.clip=1.0", "runtime.backend=plain")
 
 
 @pytest.fixture(name="waits")
@@ -31,7 +41,8 @@ def counted(monkeypatch) -> list[str]:
         monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
     monkeypatch.setattr(Runtime, "synchronise", counting("synchronise", lambda self: None))
     monkeypatch.setattr(Runtime, "is_asynchronous", True)
-    monkeypatch.setattr(Runtime, "to_host", lambda self, number: lambda: 0.0)  # not counted: the host reads it later
+    # not counted: the host reads it later
+    monkeypatch.setattr(Runtime, "to_host", lambda self, number: lambda: 0.0)
     return names
 
 
@@ -55,7 +66,9 @@ def test_a_step_waits_only_for_learned_spans_or_a_budget_of_seconds(words, expec
     assert waits.count("synchronise") == ("seconds" not in words[-1])
 
 
-def test_a_step_sends_the_next_batch_then_updates_then_reads_the_nats_of_the_previous_step(monkeypatch):
+def test_a_step_sends_the_next_batch_then_updates_then_reads_the_nats_of_the_previous_step(
+    monkeypatch,
+):
     trainer, order, batches = make_trainer("budget.steps=100"), [], []
     batch = trainer.stream.batch
 
@@ -67,7 +80,11 @@ def test_a_step_sends_the_next_batch_then_updates_then_reads_the_nats_of_the_pre
     def to_host(self: Runtime, number: Tensor) -> Callable[[], None]:
         return lambda step=trainer.state.spent.steps: order.append(("read", step))
 
-    monkeypatch.setattr(trainer.stream, "batch", lambda at, shard: order.append(("send", at)) or batch(at, shard=shard))
+    monkeypatch.setattr(
+        trainer.stream,
+        "batch",
+        lambda at, shard: order.append(("send", at)) or batch(at, shard=shard),
+    )
     monkeypatch.setattr("harness.loop.trainer.train_step", recorded_step)
     monkeypatch.setattr(Runtime, "to_host", to_host)
     for _ in range(3):
@@ -119,7 +136,8 @@ def test_the_loss_of_a_row_is_the_mean_of_all_steps_since_the_last_row(monkeypat
 
 
 def test_batches_are_sent_as_bytes_from_pinned_memory_without_waiting(monkeypatch):
-    """A device of type xpu stands for an accelerator. Calls of torch are recorded in place of copies."""
+    """A device of type xpu stands for an accelerator. Calls of torch are recorded in place of
+    copies."""
     copies, pinned, inner, device = [], [], Tensor.to, torch.device("xpu:0")
 
     def to(self: Tensor, *where: object, **how: object) -> Tensor:
@@ -134,4 +152,7 @@ def test_batches_are_sent_as_bytes_from_pinned_memory_without_waiting(monkeypatc
     (sent,) = Runtime(device=device, precision="float32", compile=False).to_device(batch)
     assert torch.equal(sent, batch) and sent.dtype == torch.int64
     assert copies == [(torch.uint8, {"non_blocking": True})] and pinned == [torch.uint8]
-    assert Runtime(device=torch.device("cpu"), precision="float32", compile=False).to_device(batch)[0] is batch
+    assert (
+        Runtime(device=torch.device("cpu"), precision="float32", compile=False).to_device(batch)[0]
+        is batch
+    )

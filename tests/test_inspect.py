@@ -1,4 +1,5 @@
-"""``python -m bench.inspect``: figures of attention maps and spans of a trained run, and the reach of heads."""
+"""``python -m bench.inspect``: figures of attention maps and spans of a trained run, and the
+reach of heads."""
 
 from pathlib import Path
 
@@ -11,15 +12,25 @@ from bench.inspect import reach
 from tests.small_configs import compose_config
 from tests.small_runs import whole_run
 
-MIXED = ("variant=adaptive_span", "sublayer@variant.attention=all_attention", "variant.attention.persistent.number=8")
-MIXED += ("variant.attention.span.initial=0.5", "variant.attention.span.ramp=4", "runtime.backend=plain")
+MIXED = (
+    "variant=adaptive_span",
+    "sublayer@variant.attention=all_attention",
+    "variant.attention.persistent.number=8",
+)
+MIXED += (
+    "variant.attention.span.initial=0.5",
+    "variant.attention.span.ramp=4",
+    "runtime.backend=plain",
+)
 FIGURES = ["inspect_attention.png", "inspect_spans.png"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """The folder of a run of two steps with learned spans and persistent vectors."""
-    return whole_run(*MIXED, "budget.steps=2", f"outputs={tmp_path_factory.mktemp('runs')}")[0].folder.path
+    return whole_run(*MIXED, "budget.steps=2", f"outputs={tmp_path_factory.mktemp('runs')}")[
+        0
+    ].folder.path
 
 
 def draw_figures(run: Path, *words: str) -> list[str]:
@@ -31,13 +42,21 @@ def draw_figures(run: Path, *words: str) -> list[str]:
     return sorted(path.name for path in run.glob("inspect_*.png"))
 
 
-def test_figures_are_written_for_the_corpus_of_the_run_or_a_text_file(trained, tmp_path, monkeypatch):
+def test_figures_are_written_for_the_corpus_of_the_run_or_a_text_file(
+    trained, tmp_path, monkeypatch
+):
     assert draw_figures(trained) == FIGURES
     for name in FIGURES:
         pixels = image.imread(trained / name)
-        assert 400 < pixels.shape[0] < 2000 and pixels[..., :3].std() > 0.02, "the figure must not be empty"
+        assert 400 < pixels.shape[0] < 2000 and pixels[..., :3].std() > 0.02, (
+            "the figure must not be empty"
+        )
     maps, draw = [], inspect.draw_attention
-    recorded_draw = lambda layers, *args, **kwargs: maps.append(layers) or draw(layers, *args, **kwargs)  # noqa: E731
+
+    def recorded_draw(layers, *args, **kwargs):
+        maps.append(layers)
+        return draw(layers, *args, **kwargs)
+
     monkeypatch.setattr(inspect, "draw_attention", recorded_draw)
     monkeypatch.setattr("harness.data.corpora.load", lambda **_: pytest.fail("data were read"))
     (tmp_path / "text").write_bytes("Grüße, $x$ <b>\0\xff with some more".encode("latin-1"))
@@ -48,7 +67,9 @@ def test_figures_are_written_for_the_corpus_of_the_run_or_a_text_file(trained, t
 
 def test_a_sublayer_without_an_attention_map_is_named(trained, monkeypatch, capsys):
     monkeypatch.setattr("harness.model.LanguageModel.inspect", lambda *_: (None, {}))
-    assert draw_figures(trained) == [] and "layers.0.attention is not drawn" in capsys.readouterr().out
+    assert (
+        draw_figures(trained) == [] and "layers.0.attention is not drawn" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,8 +93,16 @@ def test_reach_is_the_distance_within_which_lies_a_fraction_of_the_attention():
         attention_maps[0, query, query] = 1.0  # itself
         attention_maps[1, query, max(0, query - 3)] = 1.0
         attention_maps[2, query, : query + 1] = 1 / (query + 1)  # uniform over all visible keys
-    assert reach(attention_maps, 0.5)[:2].tolist() == [0, 3] and reach(attention_maps, 0.9)[:2].tolist() == [0, 3]
-    # ``reach`` gives the later half of the queries equal weights. 840 is divisible by their 5, 6, 7 and 8 keys.
-    distances = [distance for query in range(4, 8) for distance in range(query + 1) for _ in range(840 // (query + 1))]
+    assert reach(attention_maps, 0.5)[:2].tolist() == [0, 3] and reach(attention_maps, 0.9)[
+        :2
+    ].tolist() == [0, 3]
+    # ``reach`` gives the later half of the queries equal weights. 840 is divisible by their 5, 6, 7
+    # and 8 keys.
+    distances = [
+        distance
+        for query in range(4, 8)
+        for distance in range(query + 1)
+        for _ in range(840 // (query + 1))
+    ]
     assert reach(attention_maps, 0.5)[2] == pytest.approx(np.median(distances), abs=1)
     assert reach(attention_maps, 1.0 - 1e-9)[2] == 7

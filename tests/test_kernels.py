@@ -1,4 +1,5 @@
-"""Every CPU backend of attention over windows equals the plain one, also fused with emulated CUDA operations."""
+"""Every CPU backend of attention over windows equals the plain one, also fused with emulated
+CUDA operations."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -8,7 +9,15 @@ import torch
 from torch import Tensor
 
 from harness.count.flops import count_flops
-from tests.attention_case import DOUBLE, LargestTensor, assert_near, assert_outcome, assert_same, gradients, outcome
+from tests.attention_case import (
+    DOUBLE,
+    LargestTensor,
+    assert_near,
+    assert_outcome,
+    assert_same,
+    gradients,
+    outcome,
+)
 from tests.efficient_attention import backward, emulated, forward
 from tests.reference_case import normal
 from tests.window_case import ATTEND, CASES, HEADS, LARGE, Case, can_compute, packed
@@ -29,8 +38,8 @@ def engine(request, monkeypatch):
 
 
 def assert_equals_plain(backend: str, case: Case):
-    """Assert that a backend has the output and gradients of the plain one. With a past and heads of different windows,
-    assert the same for ``packed`` keys, which the CPU kernel does not take."""
+    """Assert that a backend has the output and gradients of the plain one. With a past and heads of
+    different windows, assert the same for ``packed`` keys, which the CPU kernel does not take."""
     inputs, attend = case.inputs(), ATTEND[backend]
     named = {name: x for name, x in inputs.items() if x.requires_grad}
     expected = outcome(case.call(window.attend, inputs), named)
@@ -51,7 +60,9 @@ def test_output_and_every_gradient_of_each_backend_equal_those_of_plain(case):
             assert_equals_plain("fused", case)
 
 
-WIDE = replace(LARGE["all"], T=300, max_keys=(250, 64, 250), z=(180.0, 20.0, 240.0), width=64, ramp=32)
+WIDE = replace(
+    LARGE["all"], T=300, max_keys=(250, 64, 250), z=(180.0, 20.0, 240.0), width=64, ramp=32
+)
 LONG = Case(T=1900, max_keys=(64,), streams=1, vectors=True, persistent=8)
 
 
@@ -61,9 +72,15 @@ def test_in_bfloat16_the_errors_of_attention_computed_in_parts_are_close_to_thos
     case, factor = (WIDE, 2) if backend == "fused" else (LONG, 1.3)
     exact, outcomes = case.inputs(), []
     exact["q"].data /= case.width**0.5 if backend == "fused" else 1
-    for attend, dtype in ((window.attend, DOUBLE), (window.attend, torch.bfloat16), (ATTEND[backend], torch.bfloat16)):
+    for attend, dtype in (
+        (window.attend, DOUBLE),
+        (window.attend, torch.bfloat16),
+        (ATTEND[backend], torch.bfloat16),
+    ):
         span_dtype = torch.float32 if dtype != DOUBLE else DOUBLE
-        inputs = {n: x.detach().to(span_dtype if n in ("z", "bias") else dtype) for n, x in exact.items()}
+        inputs = {
+            n: x.detach().to(span_dtype if n in ("z", "bias") else dtype) for n, x in exact.items()
+        }
         leaves = [x.requires_grad_() for n, x in inputs.items() if n != "bias"]
         y = case.call(attend, inputs)
         outcomes.append([x.double() for x in (y, *gradients(y, leaves))])
@@ -72,7 +89,8 @@ def test_in_bfloat16_the_errors_of_attention_computed_in_parts_are_close_to_thos
 
 
 def test_context_and_persistent_vectors_are_merged_before_they_are_rounded(engine):
-    """With equal weights, values 1 in the context and -1 in the persistent vectors, the output is (n - N) / (n + N)."""
+    """With equal weights, values 1 in the context and -1 in the persistent vectors, the output
+    is (n - N) / (n + N)."""
     case = Case(T=100, max_keys=(100,), persistent=33, width=8, dtype=torch.bfloat16, streams=1)
     inputs = {name: torch.zeros_like(x) for name, x in case.inputs().items()}
     inputs |= {"v": torch.ones_like(inputs["v"]), "extra_v": -torch.ones_like(inputs["extra_v"])}
@@ -84,10 +102,13 @@ def test_context_and_persistent_vectors_are_merged_before_they_are_rounded(engin
 def test_columns_beyond_the_ramp_change_nothing_and_keys_beyond_the_window_are_not_read(backend):
     trimmed = Case(T=129, past=40, persistent=1, **HEADS["long"])
     untrimmed, inputs = replace(trimmed, max_keys=(290,) * 4), trimmed.inputs()
-    assert_same(trimmed.call(ATTEND[backend], inputs), untrimmed.call(ATTEND[backend], inputs), named=inputs)
+    assert_same(
+        trimmed.call(ATTEND[backend], inputs), untrimmed.call(ATTEND[backend], inputs), named=inputs
+    )
     q, k, v = normal(1, 2, 3, 4), normal(1, 2, 20, 4, seed=1), normal(1, 2, 20, 4, seed=2)
     with torch.no_grad():
-        k[:, :, :13], v[:, :, :13] = torch.nan, torch.nan  # 3 rows and a window of 4 or 5: at most 7 keys
+        # 3 rows and a window of 4 or 5: at most 7 keys
+        k[:, :, :13], v[:, :, :13] = torch.nan, torch.nan
     for visible in (Window((5, 4)), Window((4, 4), 1)):
         assert visible.past() == 4
         assert ATTEND[backend](q, k, v, visible).isfinite().all()
@@ -108,7 +129,9 @@ def test_a_sink_of_minus_infinity_has_no_effect_and_a_huge_one_takes_all_weight(
         assert all(map(torch.equal, actual, expected)) and not dsink.any()
         huge = torch.tensor([1e4, 1e4], dtype=DOUBLE).requires_grad_()
         y = case.call(ATTEND[backend], inputs | {"sink": huge})
-        assert not y.any() and all(x.isfinite().all() for x in gradients(y, [*without.values(), huge]))
+        assert not y.any() and all(
+            x.isfinite().all() for x in gradients(y, [*without.values(), huge])
+        )
 
 
 @BACKENDS
@@ -123,25 +146,34 @@ def test_huge_scores_do_not_overflow(backend):
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("soft", [False, True])
 def test_windows_and_ramps_may_end_at_any_position_of_a_chunk(soft):
-    """The kernel processes keys in chunks of 256. The heads' windows end at consecutive distances around 256."""
+    """The kernel processes keys in chunks of 256. The heads' windows end at consecutive
+    distances around 256."""
     heads, rows, past, ramp = 48, 19, 420, 5
     spans = range(230, 230 + heads)
-    q, k, v = (normal(1, heads, n, 3, seed=seed) for seed, n in enumerate((rows, rows + past, rows + past)))
+    q, k, v = (
+        normal(1, heads, n, 3, seed=seed) for seed, n in enumerate((rows, rows + past, rows + past))
+    )
     named = {"q": q, "k": k, "v": v}
     if soft:
         named["z"] = torch.tensor(list(spans), dtype=DOUBLE, requires_grad=True)
         visible = Window((max(spans) + ramp + 1,) * heads, z=named["z"], ramp=ramp)
         expected = window.attend(q, k, v, visible)
     else:
-        visible, parts = Window(tuple(spans)), zip(q.split(1, 1), k.split(1, 1), v.split(1, 1), spans, strict=True)
-        expected = torch.cat([window.attend(*qkv, Window((max_keys,))) for *qkv, max_keys in parts], dim=1)
+        visible, parts = (
+            Window(tuple(spans)),
+            zip(q.split(1, 1), k.split(1, 1), v.split(1, 1), spans, strict=True),
+        )
+        expected = torch.cat(
+            [window.attend(*qkv, Window((max_keys,))) for *qkv, max_keys in parts], dim=1
+        )
     assert_same(ATTEND["kernel"](q, k, v, visible), expected, named=named)
 
 
 @pytest.mark.cpu_kernel
 @pytest.mark.parametrize("rows, span, ramp", [(264, 263, 4), (272, 263, 4), (1024, 519, 32)])
 def test_a_ramp_that_begins_at_the_end_of_a_chunk_has_a_gradient(rows, span, ramp):
-    """At an integer z the key at distance z has weight 1, where the ramp begins: it contributes to z's gradient."""
+    """At an integer z the key at distance z has weight 1, where the ramp begins: it contributes
+    to z's gradient."""
     q, k, v = (normal(1, 1, rows, 4, seed=seed) for seed in range(3))
     z = torch.tensor([span], dtype=DOUBLE, requires_grad=True)
     visible = Window((span + ramp + 1,), z=z, ramp=ramp)
@@ -151,9 +183,12 @@ def test_a_ramp_that_begins_at_the_end_of_a_chunk_has_a_gradient(rows, span, ram
 
 @BACKENDS
 @pytest.mark.parametrize("gap", [60.0, 400.0])
-def test_a_key_of_weight_zero_with_the_largest_score_gives_a_finite_gradient_of_the_span(backend, gap):
+def test_a_key_of_weight_zero_with_the_largest_score_gives_a_finite_gradient_of_the_span(
+    backend, gap
+):
     q, k, v = (normal(1, 1, 6, 4, seed=seed).detach().repeat(2, 1, 1, 1) for seed in range(3))
-    rewards = torch.tensor([3.0, -1.0])[:, None, None, None]  # two streams move the span in opposite directions
+    # two streams move the span in opposite directions
+    rewards = torch.tensor([3.0, -1.0])[:, None, None, None]
     k[:, :, 0] += gap * q[:, :, 3] / q[0, 0, 3].square().sum()
 
     def output_and_gradients(dtype, attend) -> list[Tensor]:
@@ -182,22 +217,34 @@ def dense(q: Tensor, k: Tensor, v: Tensor, z: Tensor, ramp: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ramp", [1, 3, 32])
 def test_the_gradient_of_spans_at_the_kinks_of_the_mask_is_that_of_clamp(backend, ramp, dtype):
-    """Spans are integers and their floating-point neighbours, for which rounding of z + R decides the side of a kink."""
+    """Spans are integers and their floating-point neighbours, for which rounding of z + R
+    decides the side of a kink."""
     integers = torch.tensor([0, 1, 2, 5, 9, 20, 39], dtype=dtype)
-    rounded = torch.cat([torch.nextafter(integers, integers + 1), torch.nextafter(integers[1:], integers[1:] - 1)])
+    rounded = torch.cat(
+        [torch.nextafter(integers, integers + 1), torch.nextafter(integers[1:], integers[1:] - 1)]
+    )
     z = torch.cat([integers, rounded]).requires_grad_()
     q, k, v = (normal(1, len(z), 40, 4, seed=n).to(dtype) for n in range(3))
     (dz,) = gradients(ATTEND[backend](q, k, v, Window((40,) * len(z), z=z, ramp=ramp)), [z])
-    assert_near(dz, gradients(dense(q, k, v, z, ramp), [z])[0], tolerance=1e-11 if dtype == DOUBLE else 2e-5)
+    assert_near(
+        dz, gradients(dense(q, k, v, z, ramp), [z])[0], tolerance=1e-11 if dtype == DOUBLE else 2e-5
+    )
 
 
 # Forward and backward called separately
 
-SEPARATE = ("one byte that sees nothing", "uneven heads, out of order", "spans out of order", "bias", "all")
+SEPARATE = (
+    "one byte that sees nothing",
+    "uneven heads, out of order",
+    "spans out of order",
+    "bias",
+    "all",
+)
 
 
 def arguments_of(case: Case) -> tuple[Inputs, Window, frozenset[str]]:
-    """Inputs and window of a backend's forward and backward, and the names of inputs with a gradient."""
+    """Inputs and window of a backend's forward and backward, and the names of inputs with a
+    gradient."""
     inputs = {name: x.detach() for name, x in case.inputs().items()}
     return Inputs(**inputs), case.hard_window(), frozenset(inputs) - {"bias"}
 
@@ -216,8 +263,13 @@ def test_backward_can_omit_the_past_and_executed_flops_are_counted(engine, name,
     for field, gradient in segment.items():
         assert_near(gradient, all_gradients[field][:, :, 0 if field == "q" else case.past :])
     if engine == "cpu":  # on CUDA the heads are padded to a larger width
-        calls = lambda: fused.forward(inputs, visible), lambda: fused.backward(g, y, saved, inputs, visible, wanted)
-        assert tuple(count_flops(call).total for call in calls) == fused.executed_flops(inputs, visible, wanted)
+        calls = (
+            lambda: fused.forward(inputs, visible),
+            lambda: fused.backward(g, y, saved, inputs, visible, wanted),
+        )
+        assert tuple(count_flops(call).total for call in calls) == fused.executed_flops(
+            inputs, visible, wanted
+        )
     monkeypatch.setattr(fused, "_span_gradient", None)
     assert fused.backward(g, y, saved, inputs, visible, frozenset("qkv")).keys() == set("qkv")
 
@@ -241,7 +293,11 @@ def test_the_fused_backend_runs_on_tensors_without_data(name, dtype, monkeypatch
     y, saved = fused.forward(inputs, visible)
     gradients = fused.backward(torch.ones_like(y), y, saved, inputs, visible, wanted)
     for field, tensor in [("q", y), *gradients.items()]:
-        assert (tensor.shape, tensor.dtype, tensor.device.type) == (meta[field].shape, dtype, "meta"), field
+        assert (tensor.shape, tensor.dtype, tensor.device.type) == (
+            meta[field].shape,
+            dtype,
+            "meta",
+        ), field
 
 
 def test_the_emulated_operations_have_the_shapes_and_dtypes_of_torchs_meta_functions():
@@ -256,8 +312,12 @@ def test_the_emulated_operations_have_the_shapes_and_dtypes_of_torchs_meta_funct
     options = (0.0, [True, True, True, False])
     backwards = backward(q, q, k, v, mask, *outputs, *options, scale=1.0)[:3]
     saved = [x.to("meta") for x in outputs]
-    real = operations._scaled_dot_product_efficient_attention_backward(meta[0], *meta, *saved, *options, scale=1.0)
-    assert [(x.shape, x.dtype, x.stride()) for x in backwards] == [(x.shape, x.dtype, x.stride()) for x in real[:3]]
+    real = operations._scaled_dot_product_efficient_attention_backward(
+        meta[0], *meta, *saved, *options, scale=1.0
+    )
+    assert [(x.shape, x.dtype, x.stride()) for x in backwards] == [
+        (x.shape, x.dtype, x.stride()) for x in real[:3]
+    ]
 
 
 def test_the_fused_backend_names_why_it_cannot_run(monkeypatch):
@@ -270,7 +330,13 @@ def test_the_fused_backend_names_why_it_cannot_run(monkeypatch):
 
 # Plain causal attention by torch's own operation
 
-NOT_FULL_CAUSAL = [{"past": 3}, {"shift": 1}, {"max_keys": (40, 36)}, {"z": (40.0, 40.0)}, {"bias": "column"}]
+NOT_FULL_CAUSAL = [
+    {"past": 3},
+    {"shift": 1},
+    {"max_keys": (40, 36)},
+    {"z": (40.0, 40.0)},
+    {"bias": "column"},
+]
 NOT_FULL_CAUSAL += [{"vectors": True}, {"persistent": 2}, {"sink": True}]
 FULL_CAUSAL = Case(T=37, max_keys=(40, 37))
 
@@ -280,12 +346,16 @@ def test_the_shortcut_for_plain_causal_attention_is_exact_and_taken_for_nothing_
         case = replace(FULL_CAUSAL, **changes)
         inputs = case.inputs()
         assert fused.is_full_causal(case.hard_window(), Inputs(**inputs))
-        assert_same(fused.full_causal(Inputs(**inputs)), case.call(window.attend, inputs), named=inputs)
+        assert_same(
+            fused.full_causal(Inputs(**inputs)), case.call(window.attend, inputs), named=inputs
+        )
     for changes in NOT_FULL_CAUSAL:
         case = replace(FULL_CAUSAL, **changes)
         visible = case.hard_window()._replace(z=case.inputs().get("z"))
         assert not fused.is_full_causal(visible, Inputs(**case.inputs())), changes
-    assert not fused.is_full_causal(Window((40, 37), ramp=4), Inputs(**FULL_CAUSAL.inputs())), "the mask is soft"
+    assert not fused.is_full_causal(Window((40, 37), ramp=4), Inputs(**FULL_CAUSAL.inputs())), (
+        "the mask is soft"
+    )
 
 
 # The registered torch operation
@@ -295,7 +365,8 @@ SOFT = Case(T=5, past=7, max_keys=(11, 6), z=(8.0, 1.5), ramp=3, persistent=3, d
 
 def test_the_operation_passes_torchs_opcheck():
     inputs, max_keys = SOFT.inputs(), list(SOFT.max_keys)
-    for max_keys_tensor in (None, torch.tensor(max_keys)):  # constants, or a tensor that may change in a graph
+    # constants, or a tensor that may change in a graph
+    for max_keys_tensor in (None, torch.tensor(max_keys)):
         windows = (max_keys, max_keys_tensor, 0, SOFT.ramp)
         arguments = ("fused", " ".join(inputs), list(inputs.values()), *windows, 0.0)
         torch.library.opcheck(torch.ops.windtunnel.attention_forward.default, arguments)
@@ -306,11 +377,16 @@ def test_rows_with_strided_elements_give_the_same_output():
     inputs = [normal(1, 2, 5, 8, seed=n).detach().float() for n in range(3)]
     strided = [x.mT.contiguous().mT for x in inputs]
     assert strided[0].stride(-1) != 1
-    assert torch.equal(ATTEND["fused"](*strided, Window((5, 5))), ATTEND["fused"](*inputs, Window((5, 5))))
+    assert torch.equal(
+        ATTEND["fused"](*strided, Window((5, 5))), ATTEND["fused"](*inputs, Window((5, 5)))
+    )
 
 
 def test_the_flop_counter_counts_the_operation():
     inputs, visible = replace(SOFT, persistent=0).inputs(), SOFT.hard_window()
-    loss = lambda q, k, v, z: operation.attend("fused", q, k, v, visible._replace(z=z)).square().sum()  # noqa: E731
+
+    def loss(q, k, v, z):
+        return operation.attend("fused", q, k, v, visible._replace(z=z)).square().sum()
+
     counted = count_flops(lambda: loss(**inputs).backward(), gradients=True).total
     assert counted == sum(fused.executed_flops(Inputs(**inputs), visible, frozenset(inputs)))

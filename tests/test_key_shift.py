@@ -1,4 +1,5 @@
-"""Mixed keys: the first key, carried keys of heads with unequal spans, reach, sizes of states, and the option's default."""
+"""Mixed keys: the first key, carried keys of heads with unequal spans, reach, sizes of states,
+and the option's default."""
 
 from dataclasses import replace
 
@@ -17,18 +18,30 @@ from variants.nsa import NativeSparse
 
 pytestmark = pytest.mark.numeric
 CACHES = pytest.mark.parametrize("cache", ["kv", "hidden"])
-MAKES = {Attention: {}, LocalAttention: {"block": 5}, Latent: {}, NativeSparse: {"block": 3}, Linformer: {"ratio": 3}}
+MAKES = {
+    Attention: {},
+    LocalAttention: {"block": 5},
+    Latent: {},
+    NativeSparse: {"block": 3},
+    Linformer: {"ratio": 3},
+}
 
 
 def build(make: type[Sublayer], case: Case, **keywords) -> Sublayer:
-    """The mechanism with a bias of the projections, where it may have one, and random parameters."""
+    """The mechanism with a bias of the projections, where it may have one, and random
+    parameters."""
     bias = {} if make is Linformer else {"bias": True}
-    return with_random_mix(case.build(make, noise=0.3, key_shift=True, **bias, **MAKES[make], **keywords))
+    return with_random_mix(
+        case.build(make, noise=0.3, key_shift=True, **bias, **MAKES[make], **keywords)
+    )
 
 
-@pytest.mark.parametrize("make, cache", [(make, cache) for make in MAKES for cache in sorted(make.honours.cache)])
+@pytest.mark.parametrize(
+    "make, cache", [(make, cache) for make in MAKES for cache in sorted(make.honours.cache)]
+)
 def test_the_key_before_the_first_byte_is_zero_in_whole_streams_and_single_bytes(make, cache):
-    """Projections have biases, with which an input of zeros would have another key. No earlier byte is carried."""
+    """Projections have biases, with which an input of zeros would have another key. No earlier
+    byte is carried."""
     case = Case(length=23, position="rotary", cache=cache)
     layer, x = build(make, case), case.joined()
     expected = layer(x, None, starts(0)).y
@@ -55,8 +68,21 @@ def test_without_a_past_the_first_key_is_scaled_by_one_minus_m(cache):
 @pytest.mark.cpu_kernel
 @CACHES
 def test_heads_of_unequal_spans_carry_their_keys_and_one_more_key_or_input(cache):
-    case = Case(length=400, span=300, heads=4, spans="zero", position="rotary", kv_heads=2, key_shift=True, cache=cache)
-    layer, (_, x), following = case.build(), case.stream(), torch.randn(B, 7, D, dtype=torch.float64)
+    case = Case(
+        length=400,
+        span=300,
+        heads=4,
+        spans="zero",
+        position="rotary",
+        kv_heads=2,
+        key_shift=True,
+        cache=cache,
+    )
+    layer, (_, x), following = (
+        case.build(),
+        case.stream(),
+        torch.randn(B, 7, D, dtype=torch.float64),
+    )
     set_fractions(layer, [0.0, 0.25, 0.25, 1.0])
     full_state = layer(x, None, starts(0)).state
     expected = layer(following, full_state, starts(400)).y
@@ -74,14 +100,23 @@ def test_heads_of_unequal_spans_carry_their_keys_and_one_more_key_or_input(cache
 @pytest.mark.parametrize(
     "variant", ["mhsa", "mhsa model.cache=hidden", "local", "latent", "nsa", "linformer", "linear"]
 )
-def test_the_option_adds_one_key_to_the_state_and_a_weight_per_channel_and_is_off_by_default(variant):
+def test_the_option_adds_one_key_to_the_state_and_a_weight_per_channel_and_is_off_by_default(
+    variant,
+):
     words, sizes = [*TINY, *sized(variant.split()[0]), *variant.split()[1:]], []
     for option in ([], ["variant.attention.key_shift=false"], ["variant.attention.key_shift=true"]):
-        layer = next(s for _, s in plan(*words, *option).make_model().sublayers() if s.honours is not None)
+        layer = next(
+            s for _, s in plan(*words, *option).make_model().sublayers() if s.honours is not None
+        )
         state = layer(torch.randn(1, 90, 32)).state
         parameters = sum(p.numel() for p in layer.parameters())
         sizes.append(
-            (layer.reach() or 0, parameters, sum(x.numel() for x in state_tensors(state)), layer.ideal_flops())
+            (
+                layer.reach() or 0,
+                parameters,
+                sum(x.numel() for x in state_tensors(state)),
+                layer.ideal_flops(),
+            )
         )
     channels = {"nsa": 2 * 16}.get(variant, 32)  # nsa has two sets of keys, of one head
     carried = 40 if variant == "latent" else 32  # a latent and its rotary part, an input, or a key

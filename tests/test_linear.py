@@ -1,4 +1,5 @@
-"""Linear attention, Performer, and gated mechanisms: numeric range, causality, random features, and decays."""
+"""Linear attention, Performer, and gated mechanisms: numeric range, causality, random features,
+and decays."""
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def test_the_error_of_performer_against_softmax_attention_falls_as_one_over_sqrt
         exact.load_state_dict(dict(performer.named_parameters()), strict=False)
         expected = exact(x).y
         errors.append((performer(x).y - expected).norm() / expected.norm())
-    assert errors[1] < 0.04 and 3 < errors[0] / errors[1] < 30  # 8 expected from 64 times as many features
+    # 8 expected from 64 times as many features
+    assert errors[1] < 0.04 and 3 < errors[0] / errors[1] < 30
 
 
 def test_random_directions_are_blockwise_orthogonal_with_norms_of_gaussian_vectors_and_are_saved():
@@ -58,7 +60,9 @@ def test_random_directions_are_blockwise_orthogonal_with_norms_of_gaussian_vecto
     assert squares.var().item() == pytest.approx(32, rel=0.25)
     assert rows.mean().abs() < 0.05 and rows.T.cov().sub(torch.eye(16)).abs().max() < 0.2
     performer = Case(length=6).build(Performer)
-    assert "directions" in performer.state_dict() and "directions" not in dict(performer.named_parameters())
+    assert "directions" in performer.state_dict() and "directions" not in dict(
+        performer.named_parameters()
+    )
     assert (performer.directions[0] != performer.directions[1]).any()
 
 
@@ -98,19 +102,26 @@ def test_initial_decays_are_those_of_alibi_and_equal_by_head_and_by_channel():
     outputs = [layer(x, layer(past).state).y for layer in (gated, linear)]
     assert_near(*outputs, tolerance=1e-7)  # the decays' initial bias is computed in float32
     delta = [case.build(GatedDelta, decay=decay) for decay in ("head", "channel")]
-    delta[1].load_state_dict({n: x for n, x in delta[0].state_dict().items() if "decay" not in n}, strict=False)
+    delta[1].load_state_dict(
+        {n: x for n, x in delta[0].state_dict().items() if "decay" not in n}, strict=False
+    )
     assert_near(delta[1](x).y, delta[0](x).y)
 
 
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_decayed_sums_are_accurate_in_float32_for_decays_from_zero_to_one(channels, delta):
-    """Logarithms of decays are from 0, which forgets nothing, to -200, which forgets all earlier bytes."""
-    q, k, v, b = torch.randn(4, 2, 2, 40, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0))
+    """Logarithms of decays are from 0, which forgets nothing, to -200, which forgets all earlier
+    bytes."""
+    q, k, v, b = torch.randn(
+        4, 2, 2, 40, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(0)
+    )
     k = torch.nn.functional.normalize(k, dim=-1)
     rule = {"strength": b[..., :1].sigmoid()} if delta else {}
     decay = torch.tensor([0.0, -1e-4, -3.0, -200.0], dtype=DOUBLE)
-    decay = decay[torch.randint(4, (2, 2, 40, channels), generator=torch.Generator().manual_seed(0))].requires_grad_()
+    decay = decay[
+        torch.randint(4, (2, 2, 40, channels), generator=torch.Generator().manual_seed(0))
+    ].requires_grad_()
     expected, _ = decayed_sums.attend(q, k, v, decay, chunk=1, **rule)
     actual, _ = decayed_sums.attend(q, k, v, decay, chunk=16, **rule)
     assert_same(actual, expected, named={"decay": decay})

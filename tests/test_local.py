@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from tests.attention_case import Case, D, assert_near, assert_outcome, covering_array, matrices, mix_of, outcome
+from tests.attention_case import (
+    Case,
+    D,
+    assert_near,
+    assert_outcome,
+    covering_array,
+    matrices,
+    mix_of,
+    outcome,
+)
 from tests.reference.local import local_attention
 from tests.reference_case import normal
 from variants.contract import cat_streams
@@ -12,9 +21,16 @@ from variants.local import LocalAttention
 
 BACKENDS = ["plain", "chunked", "fused"] + ([] if window_cpu.obstacle() else ["kernel"])
 PASTS = [0, 1, 4, 5, 13]
-"""Numbers of past bytes of the streams, whose segments begin at several positions of a block of 5."""
-CHOICES = {"position": ["none", "rotary", "relative", "alibi"], "cache": ["kv", "hidden"], "key_shift": [False, True]}
-CASES = covering_array(CHOICES, strength=1) + covering_array(CHOICES | {"position": ["rotary"]}, strength=2)
+"""Numbers of past bytes of the streams, whose segments begin at several positions of a block of
+5."""
+CHOICES = {
+    "position": ["none", "rotary", "relative", "alibi"],
+    "cache": ["kv", "hidden"],
+    "key_shift": [False, True],
+}
+CASES = covering_array(CHOICES, strength=1) + covering_array(
+    CHOICES | {"position": ["rotary"]}, strength=2
+)
 
 
 def build(*, block: int | None = 5, **choices) -> LocalAttention:
@@ -34,18 +50,35 @@ def phases(request, monkeypatch):
 def test_streams_at_different_phases_equal_the_reference(choices, length):
     attention, x = build(**choices), normal(len(PASTS), length, D)
     pasts = [normal(n, D).detach() for n in PASTS]
-    # A complete block stands for the empty past of the first stream. Later bytes see at most its last key, by a shift.
+    # A complete block stands for the empty past of the first stream. Later bytes see at most its
+    # last key, by a shift.
     fed_pasts = [past if len(past) else normal(5, D, seed=9).detach() for past in pasts]
     starts = (torch.tensor([n - len(past)]) for n, past in zip(PASTS, fed_pasts, strict=True))
-    states = [attention(past[None], None, start).state for past, start in zip(fed_pasts, starts, strict=True)]
-    common = {"position": choices["position"], "table": getattr(attention.position, "table", None), "heads": 3}
-    common |= {"past_is_constant": choices["cache"] == "kv", "past": fed_pasts, "block": 5, "attend_self": True}
+    states = [
+        attention(past[None], None, start).state
+        for past, start in zip(fed_pasts, starts, strict=True)
+    ]
+    common = {
+        "position": choices["position"],
+        "table": getattr(attention.position, "table", None),
+        "heads": 3,
+    }
+    common |= {
+        "past_is_constant": choices["cache"] == "kv",
+        "past": fed_pasts,
+        "block": 5,
+        "attend_self": True,
+    }
     named = {"x": x} | dict(attention.named_parameters())
-    expected = outcome(local_attention(x, **matrices(attention), **mix_of(attention), **common), named)
+    expected = outcome(
+        local_attention(x, **matrices(attention), **mix_of(attention), **common), named
+    )
     for backend in BACKENDS:
         attention.wanted_backend = backend
         if (backend, choices["position"]) != ("fused", "relative"):
-            assert_outcome(outcome(attention(x, cat_streams(states), torch.tensor(PASTS)).y, named), expected)
+            assert_outcome(
+                outcome(attention(x, cat_streams(states), torch.tensor(PASTS)).y, named), expected
+            )
 
 
 def test_a_state_of_another_block_size_is_accepted_and_by_default_blocks_follow_the_span():
@@ -61,6 +94,10 @@ def test_a_state_of_another_block_size_is_accepted_and_by_default_blocks_follow_
     attention.set_span(6)
     with pytest.raises(ValueError, match=r"eval\.span=4: allowed are integers from 5"):
         attention.set_span(4)
-    assert (attention.block, by_span.block, build(block=None, attend_self=False, span=4).block) == (5, 2, 2)
+    assert (attention.block, by_span.block, build(block=None, attend_self=False, span=4).block) == (
+        5,
+        2,
+        2,
+    )
     by_span.set_span(4)
     assert by_span.block == 1

@@ -27,9 +27,14 @@ def test_undilated_windows_of_the_whole_span_have_the_flops_of_plain_attention()
 def test_default_windows_and_dilations_grow_with_depth():
     assert [grown_window(512, layer=i, n_layers=4) for i in range(4)] == [32, 64, 128, 256]
     assert [grown_window(13, layer=i, n_layers=2) for i in range(2)] == [2, 6]
-    for n_layers, published in ((12, [1] * 6 + [2, 2, 3, 3, 4, 4]), (30, [1] * 15 + [2] * 5 + [3] * 5 + [4] * 5)):
+    for n_layers, published in (
+        (12, [1] * 6 + [2, 2, 3, 3, 4, 4]),
+        (30, [1] * 15 + [2] * 5 + [3] * 5 + [4] * 5),
+    ):
         assert [grown_dilation(layer=i, n_layers=n_layers) for i in range(n_layers)] == published
-    layers = [Longformer(Case(heads=4, span=512).context(layer=i, n_layers=4), d_head=2) for i in range(4)]
+    layers = [
+        Longformer(Case(heads=4, span=512).context(layer=i, n_layers=4), d_head=2) for i in range(4)
+    ]
     windows = [(32,) * 4, (64,) * 4, (128,) * 4, (256, 256, 256, 171)]
     assert [layer.span.visible_keys for layer in layers] == windows
     assert [layer.reach() for layer in layers] == [31, 63, 254, 510]

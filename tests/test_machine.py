@@ -1,4 +1,5 @@
-"""Settings and description of the machine: OpenMP, allocator, environment, names of CPU and GPU, compiled graphs."""
+"""Settings and description of the machine: OpenMP, allocator, environment, names of CPU and GPU,
+compiled graphs."""
 
 import ctypes
 import json
@@ -42,7 +43,9 @@ print(json.dumps([*counts, len(unwanted & sys.modules.keys())]))
 
 
 def sets_allocator(name: str, value: str) -> bool:
-    return name.startswith(("MALLOC_", "GLIBC_TUNABLES")) or (name == "LD_PRELOAD" and "malloc" in value)
+    return name.startswith(("MALLOC_", "GLIBC_TUNABLES")) or (
+        name == "LD_PRELOAD" and "malloc" in value
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU's OpenMP on Linux only")
@@ -50,7 +53,9 @@ def test_a_process_sets_openmp_and_the_allocator_and_imports_no_modules_for_shar
     """With OMP_DISPLAY_ENV OpenMP prints the settings that it has read."""
     require(hasattr(ctypes.CDLL(None), "mallopt"), "the C library has no mallopt")
     chosen = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    environment = {k: v for k, v in os.environ.items() if k not in chosen and not sets_allocator(k, v)}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in chosen and not sets_allocator(k, v)
+    }
     environment |= {"OMP_DISPLAY_ENV": "VERBOSE"}
     command = [sys.executable, "-c", CHILD]
     process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -62,10 +67,19 @@ def test_a_process_sets_openmp_and_the_allocator_and_imports_no_modules_for_shar
 
 
 def test_environment_variables_that_change_times_are_recorded(monkeypatch):
-    ignored = {"OMP_NUM_THREADS": "3", "WANDB_API_KEY": "secret", "MALLOCS": "no library", "CUDA_HOME": "/anywhere"}
+    ignored = {
+        "OMP_NUM_THREADS": "3",
+        "WANDB_API_KEY": "secret",
+        "MALLOCS": "no library",
+        "CUDA_HOME": "/anywhere",
+    }
     recorded = {"MALLOC_MMAP_MAX_": "0", "OMP_WAIT_POLICY": "passive", "WINDTUNNEL_MARCH": "native"}
     before = machine.environment()
-    for name, text in {**ignored, **recorded, "LD_PRELOAD": "/a/b/libjemalloc.so.2:/c/libtc.so"}.items():
+    for name, text in {
+        **ignored,
+        **recorded,
+        "LD_PRELOAD": "/a/b/libjemalloc.so.2:/c/libtc.so",
+    }.items():
         monkeypatch.setenv(name, text)
     assert machine.environment() == before | recorded | {"LD_PRELOAD": "libjemalloc.so.2:libtc.so"}
     described = configure_torch(plan(*ON_CPU).runtime).describe()
@@ -75,10 +89,16 @@ def test_environment_variables_that_change_times_are_recorded(monkeypatch):
 
 
 def test_the_name_of_a_cpu_has_its_family_model_and_stepping(monkeypatch, tmp_path):
-    cloud = "processor\t: 0\ncpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) Processor\nstepping\t: 8\n"
+    cloud = (
+        "processor\t: 0\ncpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Intel(R) Xeon(R) "
+        "Processor\nstepping\t: 8\n"
+    )
     (tmp_path / "cpuinfo").write_text(f"{cloud}\nprocessor\t: 1\nmodel\t\t: 999\n")
     monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
-    assert machine.cpu_name.__wrapped__() == "Intel(R) Xeon(R) Processor (family 6 model 143 stepping 8)"
+    assert (
+        machine.cpu_name.__wrapped__()
+        == "Intel(R) Xeon(R) Processor (family 6 model 143 stepping 8)"
+    )
 
 
 def test_the_name_and_driver_of_a_gpu_are_recorded(monkeypatch, tmp_path):
@@ -89,11 +109,16 @@ def test_the_name_and_driver_of_a_gpu_are_recorded(monkeypatch, tmp_path):
     assert "driver" not in gpu.describe()["versions"]
     (tmp_path / "version").write_text("550.54.15\n")
     described = gpu.describe()
-    assert described["device"] == "A GPU" and described["versions"].items() >= {"driver": "550.54.15"}.items()
+    assert (
+        described["device"] == "A GPU"
+        and described["versions"].items() >= {"driver": "550.54.15"}.items()
+    )
     assert described["versions"]["cudnn"] == "91002"
 
 
-def test_each_type_of_cpu_and_number_of_threads_has_its_own_folder_of_compiled_graphs(monkeypatch, tmp_path):
+def test_each_type_of_cpu_and_number_of_threads_has_its_own_folder_of_compiled_graphs(
+    monkeypatch, tmp_path
+):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def folder(owner: object = torch, **differs: object) -> Path:
@@ -109,7 +134,9 @@ def test_each_type_of_cpu_and_number_of_threads_has_its_own_folder_of_compiled_g
         folder(get_num_threads=99),
         folder(machine, cpu_capabilities={"amx_tile": "another"}),
     ]
-    assert len({default, *changed}) == 4 and {path.parent for path in (default, *changed)} == {tmp_path}
+    assert len({default, *changed}) == 4 and {path.parent for path in (default, *changed)} == {
+        tmp_path
+    }
     assert folder() == default, "the folder must not depend on earlier calls"
 
 
@@ -122,9 +149,13 @@ def test_each_type_of_cpu_and_number_of_threads_has_its_own_folder_of_compiled_g
     ],
 )
 def test_the_allocator_is_set_only_if_the_user_did_not(monkeypatch, name, value, effective):
-    for variable in [variable for variable, text in os.environ.items() if sets_allocator(variable, text)]:
+    for variable in [
+        variable for variable, text in os.environ.items() if sets_allocator(variable, text)
+    ]:
         monkeypatch.delenv(variable)
     library = Mock()
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     monkeypatch.setenv(name, value)
-    assert machine.set_allocator("keep") == effective and library.mallopt.called is (effective is not None)
+    assert machine.set_allocator("keep") == effective and library.mallopt.called is (
+        effective is not None
+    )

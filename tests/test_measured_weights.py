@@ -1,4 +1,5 @@
-"""Weights of models that bench commands measure: noise makes gradients nonzero; spans are of a trained run."""
+"""Weights of models that bench commands measure: noise makes gradients nonzero; spans are of a
+trained run."""
 
 from unittest.mock import Mock
 
@@ -6,7 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from bench.cost_worker import LEARNED_SPANS, CostWorker, Task, add_noise_, learned_spans, place_spans
+from bench.cost_worker import (
+    LEARNED_SPANS,
+    CostWorker,
+    Task,
+    add_noise_,
+    learned_spans,
+    place_spans,
+)
 from bench.peer_workers import INSTALL, PACKAGES, PeerWorker, version
 from harness.count.flops import ForwardFlops
 from harness.count.memory import Peak
@@ -16,7 +24,14 @@ from tests.requirements import require
 from tests.small_configs import plan, small
 from tests.small_runs import make_trainer
 
-SIZES = ("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=64", "batch.streams=2", "batch.segment=64")
+SIZES = (
+    "model.d_model=32",
+    "model.layers=2",
+    "model.heads=2",
+    "model.span=64",
+    "batch.streams=2",
+    "batch.segment=64",
+)
 SIZES += ("runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1")
 SIZES += ("data=synthetic_text", "data.bytes=40000")
 
@@ -93,7 +108,8 @@ def test_the_noise_is_the_same_at_every_call_and_does_not_change_spans(monkeypat
         assert torch.equal(a, b)
     assert all(map(torch.equal, before, [part.fraction for part in learned_spans(models[0])]))
     table = nn.Embedding(40, 8, _weight=torch.zeros(40, 8))
-    monkeypatch.setattr("bench.cost_worker.NOISE_CHUNK", 64)  # noise for a large table is drawn in pieces
+    # noise for a large table is drawn in pieces
+    monkeypatch.setattr("bench.cost_worker.NOISE_CHUNK", 64)
     add_noise_(table)
     assert 0.015 < table.weight.std() < 0.025 and (table.weight != 0).all()
 
@@ -108,5 +124,9 @@ def test_spans_are_set_to_learned_lengths_which_repeat_over_layers_and_heads(lay
     model = plan_of("adaptive_span", *sizes).make_model()
     place_spans(model, heads=heads)
     for lengths, expected in zip(spans(model), LEARNED_SPANS * 2, strict=False):
-        assert lengths == pytest.approx([min(span, expected[head % 4]) for head in range(heads)], abs=1e-3)
-    assert not any(learned_spans(plan_of(variant).make_model()) for variant in ("mhsa", "all_attention_fixed"))
+        assert lengths == pytest.approx(
+            [min(span, expected[head % 4]) for head in range(heads)], abs=1e-3
+        )
+    assert not any(
+        learned_spans(plan_of(variant).make_model()) for variant in ("mhsa", "all_attention_fixed")
+    )

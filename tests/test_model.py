@@ -1,4 +1,5 @@
-"""The language model: torch's encoder layers, initial output, numbers of parameters, and dropout of the embedding."""
+"""The language model: torch's encoder layers, initial output, numbers of parameters, and dropout
+of the embedding."""
 
 import pytest
 import torch
@@ -16,7 +17,13 @@ pytestmark = pytest.mark.numeric
 V, D, H, S, F, LAYERS = 256, 8, 2, 4, 12, 2
 T, START = 7, 9
 SMALL = (
-    *("data=recall", f"model.d_model={D}", f"model.heads={H}", f"model.layers={LAYERS}", f"model.span={S}"),
+    *(
+        "data=recall",
+        f"model.d_model={D}",
+        f"model.heads={H}",
+        f"model.layers={LAYERS}",
+        f"model.span={S}",
+    ),
     *("model.norm=layer", "runtime.device=cpu", "runtime.precision=float32"),
 )
 HIDDEN_WIDTH = (f"variant.feed_forward.hidden={F}",)
@@ -38,25 +45,39 @@ def build(*overrides: str, seed: int = 0) -> LanguageModel:
     return plan(*SMALL, *overrides).make_model()
 
 
-def logits_of_torch(model: LanguageModel, tokens: Tensor, *, sinusoidal: bool, after: bool, tied: bool) -> Tensor:
-    """The logits of encoder layers of torch with the parameters of ``model``, for bytes from position START on."""
+def logits_of_torch(
+    model: LanguageModel, tokens: Tensor, *, sinusoidal: bool, after: bool, tied: bool
+) -> Tensor:
+    """The logits of encoder layers of torch with the parameters of ``model``, for bytes from
+    position START on."""
     x = model.embedding(tokens) * model.scale
     if sinusoidal:
         x = x + torch.stack([sinusoid(START + t, d_model=D) for t in range(T)])
-    hidden = torch.ones(T, T, dtype=torch.bool).triu(1) | torch.ones(T, T, dtype=torch.bool).tril(-S)
+    hidden = torch.ones(T, T, dtype=torch.bool).triu(1) | torch.ones(T, T, dtype=torch.bool).tril(
+        -S
+    )
     options = {"dropout": 0.0, "batch_first": True, "norm_first": not after, "dtype": torch.float64}
     layer_of_torch = nn.TransformerEncoderLayer(D, H, F, **options)
     for attention, feed_forward in (layer.values() for layer in model.layers):
         wq, wk, wv, wo = matrices(attention.sublayer).values()
-        parameters = {"self_attn.in_proj_weight": torch.cat([wq, wk, wv]), "self_attn.out_proj.weight": wo}
+        parameters = {
+            "self_attn.in_proj_weight": torch.cat([wq, wk, wv]),
+            "self_attn.out_proj.weight": wo,
+        }
         biases = {"in_proj_bias": 3 * D, "out_proj.bias": D}
         parameters |= {f"self_attn.{name}": x.new_zeros(size) for name, size in biases.items()}
         modules = {"norm1": attention.norm, "norm2": feed_forward.norm}
         modules |= {"linear1": feed_forward.sublayer.enter, "linear2": feed_forward.sublayer.leave}
-        parameters |= {f"{name}.{key}": p for name, module in modules.items() for key, p in module.named_parameters()}
+        parameters |= {
+            f"{name}.{key}": p
+            for name, module in modules.items()
+            for key, p in module.named_parameters()
+        }
         x = functional_call(layer_of_torch, parameters, (x,), {"src_mask": hidden})
     x = x if after else functional.layer_norm(x, (D,), model.norm.weight, model.norm.bias)
-    return functional.linear(x, model.embedding.weight if tied else model.head.weight, model.head.bias)
+    return functional.linear(
+        x, model.embedding.weight if tied else model.head.weight, model.head.bias
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,16 +96,25 @@ def test_logits_and_every_gradient_equal_those_of_torch(position, after, tied, m
     for parameter in model.parameters():  # many are initially zero
         parameter.data += 0.3 * torch.randn_like(parameter)
     tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(1))
-    states = tuple(None for _ in model.sublayers())  # the segment begins inside of a stream whose past is not carried
+    # the segment begins inside of a stream whose past is not carried
+    states = tuple(None for _ in model.sublayers())
     actual = model(tokens, (torch.full((2,), START), states)).logits
-    expected = logits_of_torch(model, tokens, sinusoidal=position == "sinusoidal", after=after, tied=tied)
+    expected = logits_of_torch(
+        model, tokens, sinusoidal=position == "sinusoidal", after=after, tied=tied
+    )
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
-    upstream = torch.randn(actual.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    upstream = torch.randn(
+        actual.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)
+    )
     parameters = dict(model.named_parameters())
-    gradients = [torch.autograd.grad(y, list(parameters.values()), upstream) for y in (actual, expected)]
+    gradients = [
+        torch.autograd.grad(y, list(parameters.values()), upstream) for y in (actual, expected)
+    ]
     for name, x, y in zip(parameters, *gradients, strict=True):
         assert x.abs().max() > 0, name
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            x, y, rtol=0, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_the_initial_output_is_the_uniform_distribution():
@@ -103,7 +133,12 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
     [
         (
             HIDDEN_WIDTH,
-            {"layers.0.attention": ATTENTION, "layers.1.feed_forward": FEED_FORWARD, "norms": 5 * NORM, "head": V * D},
+            {
+                "layers.0.attention": ATTENTION,
+                "layers.1.feed_forward": FEED_FORWARD,
+                "norms": 5 * NORM,
+                "head": V * D,
+            },
             BODY + V * D + D,
         ),
         # A tied matrix counts as the embedding. A byte reads all of it.
@@ -120,7 +155,10 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
         ),
         (  # two layers that share a table
             SHARED,
-            {"layers.0.memory": MEMORY_WITHOUT_TABLE + TABLE, "layers.1.memory": MEMORY_WITHOUT_TABLE},
+            {
+                "layers.0.memory": MEMORY_WITHOUT_TABLE + TABLE,
+                "layers.1.memory": MEMORY_WITHOUT_TABLE,
+            },
             BODY - 2 * FEED_FORWARD + 2 * MEMORY_READ + V * D + D,
         ),
         (  # a table of input vectors beside that of output vectors
@@ -130,7 +168,9 @@ SHARED = ("variant=product_key_memory", *MEMORY, "variant.memory.share=network",
         ),
     ],
 )
-def test_parameters_of_each_sublayer_and_parameters_that_a_byte_touches_are_counted(overrides, counts, touched):
+def test_parameters_of_each_sublayer_and_parameters_that_a_byte_touches_are_counted(
+    overrides, counts, touched
+):
     model = build(*overrides)
     by_sublayer, total = model.parameters_by_sublayer(), sum(p.numel() for p in model.parameters())
     assert {name: by_sublayer[name] for name in counts} == counts
@@ -148,10 +188,14 @@ def test_embedding_dropout_follows_the_seed_and_applies_only_in_training():
         return model.train(training)(tokens).logits
 
     assert torch.equal(logits(model, seed=1, training=True), logits(model, seed=1, training=True))
-    assert not torch.equal(logits(model, seed=1, training=True), logits(model, seed=2, training=True))
+    assert not torch.equal(
+        logits(model, seed=1, training=True), logits(model, seed=2, training=True)
+    )
     assert torch.equal(logits(model, seed=1, training=False), logits(plain, seed=2, training=False))
     inputs = []
-    model.layers[0]["attention"].register_forward_pre_hook(lambda module, arguments: inputs.append(arguments[0]))
+    model.layers[0]["attention"].register_forward_pre_hook(
+        lambda module, arguments: inputs.append(arguments[0])
+    )
     logits(model, seed=1, training=True)
     embedded, mask = model.embedding(tokens), inputs[0] != 0
     assert torch.equal(inputs[0][mask], 2 * embedded[mask])

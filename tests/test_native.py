@@ -1,4 +1,5 @@
-"""C++ kernels, which are compiled at first use: the cache, failures to compile, threads, and edge cases."""
+"""C++ kernels, which are compiled at first use: the cache, failures to compile, threads, and
+edge cases."""
 
 import multiprocessing
 import os
@@ -28,7 +29,9 @@ def libraries(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache").iterdir())
 
 
-def test_a_library_is_compiled_once_for_each_source_cpu_and_instruction_set(source, tmp_path, monkeypatch):
+def test_a_library_is_compiled_once_for_each_source_cpu_and_instruction_set(
+    source, tmp_path, monkeypatch
+):
     assert native.load("seven", source).seven() == 7
     (built,) = libraries(tmp_path)
     before = built.stat().st_mtime_ns
@@ -55,7 +58,10 @@ def test_a_failed_compilation_returns_the_reason(source, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("PATH", str(tmp_path))
         patch.delenv("CXX", raising=False)
-        assert native.load("seven", source) == "no C++ compiler (none of c++, g++, clang++ is on the PATH)"
+        assert (
+            native.load("seven", source)
+            == "no C++ compiler (none of c++, g++, clang++ is on the PATH)"
+        )
     (tmp_path / "file").touch()
     monkeypatch.setenv("WINDTUNNEL_KERNELS", str(tmp_path / "file" / "kernels"))
     assert "cannot be built" in native.load("seven", source)
@@ -71,11 +77,14 @@ def test_several_processes_may_build_a_library_at_once(source, tmp_path):
         process.start()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0] and len(libraries(tmp_path)) == 1
+    assert [process.exitcode for process in processes] == [0, 0, 0] and len(
+        libraries(tmp_path)
+    ) == 1
 
 
 def kernel_outputs(threads: int) -> list[torch.Tensor]:
-    """Outputs and gradients of the kernels in both precisions, at sizes that are not multiples of the vector width."""
+    """Outputs and gradients of the kernels in both precisions, at sizes that are not multiples
+    of the vector width."""
     outputs = []
     torch.set_num_threads(threads)
     for dtype in (torch.float32, torch.float64):
@@ -84,7 +93,12 @@ def kernel_outputs(threads: int) -> list[torch.Tensor]:
         y = case.call(kernel, inputs)
         scores = torch.randn(4, 9, 21, dtype=dtype, generator=torch.Generator().manual_seed(0))
         slots, sums = product_search.search(scores, 6)
-        outputs += [y.detach(), *gradients(y, list(inputs.values())), slots.sort().values, sums.sort().values]
+        outputs += [
+            y.detach(),
+            *gradients(y, list(inputs.values())),
+            slots.sort().values,
+            sums.sort().values,
+        ]
     return outputs
 
 
@@ -96,7 +110,8 @@ def test_the_number_of_threads_changes_no_bit(threads):
 
 
 def test_keys_that_no_query_sees_have_a_gradient_of_zero():
-    """In a new thread the kernel reuses no memory of earlier calls, and memory that it does not write is NaN."""
+    """In a new thread the kernel reuses no memory of earlier calls, and memory that it does not
+    write is NaN."""
     x, gradients_of_x = torch.ones(1, 1, 1, 4, requires_grad=True), []
 
     def first_call():
@@ -120,4 +135,5 @@ def test_nan_in_an_input_gives_nan_in_the_output(where):
     inputs = {name: torch.randn(1, 1, 20, 4) for name in ("query", "key", "value")}
     inputs[where][:, :, 9] = torch.nan
     nan_rows = window_cpu.attend(*inputs.values(), Window((5,))).isnan().all(-1)[0, 0]
-    assert nan_rows[9 : 10 if where == "query" else 14].all()  # other rows of the block may be NaN as well
+    # other rows of the block may be NaN as well
+    assert nan_rows[9 : 10 if where == "query" else 14].all()

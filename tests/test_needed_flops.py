@@ -1,4 +1,5 @@
-"""FLOPs that a training step needs: compared with loops over pairs and with executed FLOPs, and charged to a run."""
+"""FLOPs that a training step needs: compared with loops over pairs and with executed FLOPs, and
+charged to a run."""
 
 import math
 from itertools import pairwise
@@ -38,12 +39,14 @@ def visible_distances(attention, head: int) -> list[int]:
     span = attention.span
     if (z := span(torch.zeros(1, 1, D, dtype=DOUBLE))) is None:
         return list(range(span.span))
-    mask = soft_mask(z.flatten()[head], span.ramp, span.span)  # dynamic spans are those of zero inputs
+    # dynamic spans are those of zero inputs
+    mask = soft_mask(z.flatten()[head], span.ramp, span.span)
     return [x for x, weight in enumerate(mask.tolist()) if weight > 0]
 
 
 def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[int, int]:
-    """Forward and backward FLOPs of a segment, counted product by product. Key 0 is the first key of the segment."""
+    """Forward and backward FLOPs of a segment, counted product by product. Key 0 is the first
+    key of the segment."""
     width, hidden = attention.d_head, attention.cache == "hidden"
     forward = backward = 0
     for name in (*attention.maps, "output"):
@@ -83,7 +86,9 @@ def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[
     return forward, backward
 
 
-@pytest.mark.parametrize("sizes", covering_array(CASES, strength=2), ids=lambda row: "-".join(map(str, row.values())))
+@pytest.mark.parametrize(
+    "sizes", covering_array(CASES, strength=2), ids=lambda row: "-".join(map(str, row.values()))
+)
 def test_needed_flops_of_attention_equal_those_of_loops(sizes):
     attention = Case(**sizes).build()
     needed = attention.needed_flops(sizes["length"], carried=sizes["past"])
@@ -93,7 +98,9 @@ def test_needed_flops_of_attention_equal_those_of_loops(sizes):
     assert needed.backward * sizes["length"] == pytest.approx(backward, rel=1e-12)
     for carried in (sizes["span"] + 1, 10**6):  # a full past
         if sizes["cache"] == "kv":
-            assert attention.needed_flops(1, carried=carried).forward == pytest.approx(attention.ideal_flops(), abs=0.5)
+            assert attention.needed_flops(1, carried=carried).forward == pytest.approx(
+                attention.ideal_flops(), abs=0.5
+            )
 
 
 def executed(sublayer: Sublayer, x: torch.Tensor, state=None, start=None) -> tuple[int, int]:
@@ -109,10 +116,19 @@ def test_needed_flops_of_sublayers_without_a_past_equal_the_executed_ones():
     for activation in ("relu", "swiglu"):
         block = FeedForward(context, hidden=7, activation=activation, bias=True, zero_init=False)
         assert executed(block, x) == block.needed_flops(3, carried=5)
-    sizes = {"half_keys": 6, "heads": 2, "d_query": 4, "query_norm": "none", "share": "layer", "sparse": False}
-    memory = ProductKeyMemory(context, top_k=6, activation="relu", **sizes)  # all half-keys may be selected
+    sizes = {
+        "half_keys": 6,
+        "heads": 2,
+        "d_query": 4,
+        "query_norm": "none",
+        "share": "layer",
+        "sparse": False,
+    }
+    # all half-keys may be selected
+    memory = ProductKeyMemory(context, top_k=6, activation="relu", **sizes)
     forward, backward = executed(memory, x)
-    additions = 3 * 2 * 6  # additions of gradients to rows of scores and of the table are not needed FLOPs
+    # additions of gradients to rows of scores and of the table are not needed FLOPs
+    additions = 3 * 2 * 6
     assert (forward, backward - additions) == memory.needed_flops(3, carried=0)
     few = ProductKeyMemory(context, top_k=2, activation="relu", **sizes).needed_flops(3, carried=0)
     assert few.forward == 2 * 2 * (D * 4 + 6 * 4 + 2 * D)
@@ -139,8 +155,11 @@ def charged(run) -> list[int]:
 
 def test_segments_without_a_carried_state_are_charged_for_their_visible_keys():
     layers, width, span, vocabulary = 2, 16, 16, 256
-    products = 2 * 12 * width**2 * layers + 2 * width * vocabulary  # projections, feed-forward, head
+    # projections, feed-forward, head
+    products = 2 * 12 * width**2 * layers + 2 * width * vocabulary
     step = 3 * 64 * (products + layers * 4 * width * (span + 1) / 2)
     trainer = make_trainer("variant=mhsa", f"budget.flops={7.2 * step}")
     assert charged(trainer) == [step] * 8 and trainer.finished
-    assert math.ceil(7.2 * step / (3 * 64 * trainer.model.ideal_flops())) == 7, "charged with a full past: 7 steps"
+    assert math.ceil(7.2 * step / (3 * 64 * trainer.model.ideal_flops())) == 7, (
+        "charged with a full past: 7 steps"
+    )

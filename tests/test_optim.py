@@ -19,7 +19,8 @@ MATRICES = {"optimizer": MUON, "lr_scale": 5.0}
 
 
 class Toy(nn.Module):
-    """A model with every type of parameter that the rules distinguish. Its two layers share a table of values."""
+    """A model with every type of parameter that the rules distinguish. Its two layers share a
+    table of values."""
 
     def __init__(self, *, sparse: bool = False):
         super().__init__()
@@ -27,7 +28,8 @@ class Toy(nn.Module):
         self.embedding = nn.Embedding(16, 8)
         table = nn.EmbeddingBag(12, 8, mode="sum", sparse=sparse)
         self.layers = nn.ModuleList(
-            nn.ModuleDict({"mix": nn.Linear(8, 8), "norm": nn.LayerNorm(8), "memory": table}) for _ in range(2)
+            nn.ModuleDict({"mix": nn.Linear(8, 8), "norm": nn.LayerNorm(8), "memory": table})
+            for _ in range(2)
         )
         self.span = nn.Parameter(torch.rand(2, 1, 1))
         self.head = nn.Linear(8, 16, bias=False)
@@ -53,15 +55,26 @@ def names(groups):
 
 def test_parameters_without_a_group_are_assigned_by_rules():
     groups = assign(Toy(), default=ADAMW, matrices=MATRICES)
-    layers = [f"layers.{i}.{name}" for i in (0, 1) for name in ("mix.bias", "norm.bias", "norm.weight")]
+    layers = [
+        f"layers.{i}.{name}" for i in (0, 1) for name in ("mix.bias", "norm.bias", "norm.weight")
+    ]
     assert names(groups) == {
-        "default": sorted(["embedding.weight", "head.weight", "layers.0.memory.weight", *layers, "span"]),
+        "default": sorted(
+            ["embedding.weight", "head.weight", "layers.0.memory.weight", *layers, "span"]
+        ),
         "matrices": ["layers.0.mix.weight", "layers.1.mix.weight"],
     }
-    assert set(groups[0].parameters) - groups[0].undecayed == {"head.weight"} and not groups[1].undecayed
+    assert (
+        set(groups[0].parameters) - groups[0].undecayed == {"head.weight"}
+        and not groups[1].undecayed
+    )
     assert [part["weight_decay"] for part in groups[0].build(lr=1.0).param_groups] == [0.1, 0.0]
     (group,) = assign(Toy(), default=ADAMW)
-    assert set(group.parameters) - group.undecayed == {"head.weight", "layers.0.mix.weight", "layers.1.mix.weight"}
+    assert set(group.parameters) - group.undecayed == {
+        "head.weight",
+        "layers.0.mix.weight",
+        "layers.1.mix.weight",
+    }
     frozen = Toy()
     frozen.span.requires_grad_(False)
     assert "span" not in names(assign(frozen, default=ADAMW))["default"]
@@ -79,12 +92,17 @@ def test_tables_of_vectors_have_no_weight_decay_unless_their_group_sets_it():
     assert [part["weight_decay"] for part in mine.build(lr=1.0).param_groups] == [0.3]
     model.layers[1]["mix"].weight = model.embedding.weight  # tied: an embedding
     default, matrices = assign(model, default=ADAMW, matrices=MATRICES)
-    assert "embedding.weight" in default.undecayed and sorted(matrices.parameters) == ["layers.0.mix.weight"]
+    assert "embedding.weight" in default.undecayed and sorted(matrices.parameters) == [
+        "layers.0.mix.weight"
+    ]
 
 
 def test_a_pattern_matches_a_shared_parameter_by_any_of_its_names():
     spans = {"match": ["span", "*.norm.weight"], "optimizer": partial(ClippedAdagrad, clip=1.0)}
-    nodes = {"values": {"match": "layers.1.memory.weight", "lr_scale": 0.5, "weight_decay": 0.0}, "spans": spans}
+    nodes = {
+        "values": {"match": "layers.1.memory.weight", "lr_scale": 0.5, "weight_decay": 0.0},
+        "spans": spans,
+    }
     groups = assign(Toy(), default=ADAMW, groups=nodes)
     assert names(groups)["values"] == ["layers.0.memory.weight"]
     assert names(groups)["spans"] == ["layers.0.norm.weight", "layers.1.norm.weight", "span"]
@@ -93,13 +111,18 @@ def test_a_pattern_matches_a_shared_parameter_by_any_of_its_names():
 
 
 IMPOSSIBLE = {
-    r"variant\.groups\.spans\.match='\*\.spam'.*layers\.\*\.mix\.weight": {"spans": {"match": ["span", "*.spam"]}},
-    r"groups\.one and variant\.groups\.two both match layers\.0\.memory\.weight = layers\.1\.memory\.weight": {
+    r"variant\.groups\.spans\.match='\*\.spam'.*layers\.\*\.mix\.weight": {
+        "spans": {"match": ["span", "*.spam"]}
+    },
+    r"groups\.one and variant\.groups\.two both match layers\.0\.memory\.weight = "
+    r"layers\.1\.memory\.weight": {
         "one": {"match": "layers.0.memory.*"},
         "two": {"match": "layers.1.memory.*"},
     },
     "reserved for a group of the run": {"matrices": {"match": "span"}},
-    r"groups\.spans: .*optim\.lr": {"spans": {"match": "span", "optimizer": partial(ClippedAdagrad, lr=1)}},
+    r"groups\.spans: .*optim\.lr": {
+        "spans": {"match": "span", "optimizer": partial(ClippedAdagrad, lr=1)}
+    },
     r"variant\.groups\.spans\.weight_decay=0\.1: ClippedAdagrad has no": {
         "spans": {"match": "span", "optimizer": ClippedAdagrad, "weight_decay": 0.1}
     },
@@ -112,11 +135,14 @@ IMPOSSIBLE = {
 @pytest.mark.parametrize("message", IMPOSSIBLE)
 def test_invalid_groups_are_refused_by_key(message):
     with pytest.raises(ValueError, match=message):
-        Optimizers(assign(Toy(), default=ADAMW, groups=IMPOSSIBLE[message]), lr=1, schedule=Schedule())
+        Optimizers(
+            assign(Toy(), default=ADAMW, groups=IMPOSSIBLE[message]), lr=1, schedule=Schedule()
+        )
 
 
 def sgd_step(*, clip, groups=None, sparse=False, fraction=0.0, schedule=None, scale=1.0):
-    """Take an SGD step with learning rate 1 and gradients full of ``scale``. Returns the decrease of each parameter."""
+    """Take an SGD step with learning rate 1 and gradients full of ``scale``. Returns the
+    decrease of each parameter."""
     model = Toy(sparse=sparse).double()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     assigned = assign(model, default=torch.optim.SGD, groups=groups)
@@ -137,10 +163,14 @@ def joint_norm(moves):
 
 
 def test_the_clip_of_the_run_scales_all_groups_by_one_factor_except_those_that_set_a_clip():
-    moves = sgd_step(clip=0.5, groups={"spans": {"match": "span", "clip": 0.25}, "heads": {"match": "head.*"}})
+    moves = sgd_step(
+        clip=0.5, groups={"spans": {"match": "span", "clip": 0.25}, "heads": {"match": "head.*"}}
+    )
     assert joint_norm([moves.pop("span")]) == pytest.approx(0.25)
     assert joint_norm(moves.values()) == pytest.approx(0.5)
-    assert len({round(move.max().item(), 6) for move in moves.values()}) == 1, "all groups must have one factor"
+    assert len({round(move.max().item(), 6) for move in moves.values()}) == 1, (
+        "all groups must have one factor"
+    )
     moves = sgd_step(clip=1e3, scale=0.125)
     assert all(torch.allclose(move, torch.full_like(move, 0.125)) for move in moves.values())
 
@@ -154,7 +184,10 @@ def test_sparse_gradients_are_clipped_separately_and_coalesced():
 
 
 def test_learning_rates_are_the_base_times_scale_times_schedule():
-    groups = {"spans": {"match": "span", "lr_scale": 4.0}, "heads": {"match": "head.*", "schedule": "constant"}}
+    groups = {
+        "spans": {"match": "span", "lr_scale": 4.0},
+        "heads": {"match": "head.*", "schedule": "constant"},
+    }
     moves = sgd_step(clip=None, groups=groups, fraction=0.75, schedule=Schedule(decay="linear"))
     for name, rate in {"span": 1.0, "head.weight": 1.0, "embedding.weight": 0.25}.items():
         assert torch.allclose(moves[name], torch.full_like(moves[name], rate)), name
@@ -163,13 +196,25 @@ def test_learning_rates_are_the_base_times_scale_times_schedule():
 @pytest.mark.parametrize(
     "sparse, optimizer, message",
     [
-        (True, ADAMW, r"variant\.groups\.values\.optimizer=AdamW.*layers\.0\.memory\.weight is sparse.*SparseAdam"),
+        (
+            True,
+            ADAMW,
+            r"variant\.groups\.values\.optimizer=AdamW.*layers\.0\.memory\.weight is "
+            r"sparse.*SparseAdam",
+        ),
         (False, torch.optim.SparseAdam, r"variant\.groups\.values\.optimizer=SparseAdam.*is dense"),
     ],
 )
-def test_an_optimizer_that_does_not_support_the_layout_of_a_gradient_is_refused(sparse, optimizer, message):
-    model, groups = Toy(sparse=sparse), {"values": {"match": "*.memory.weight", "optimizer": optimizer}}
-    optimizers = Optimizers(assign(model, default=ADAMW, groups=groups), lr=0.01, schedule=Schedule())
+def test_an_optimizer_that_does_not_support_the_layout_of_a_gradient_is_refused(
+    sparse, optimizer, message
+):
+    model, groups = (
+        Toy(sparse=sparse),
+        {"values": {"match": "*.memory.weight", "optimizer": optimizer}},
+    )
+    optimizers = Optimizers(
+        assign(model, default=ADAMW, groups=groups), lr=0.01, schedule=Schedule()
+    )
     with pytest.raises(ValueError, match=message):
         train(model, optimizers, first=0, last=1)
 

@@ -27,7 +27,9 @@ def adagrad_reference(weights, gradients, *, lr, clip, eps):
 def test_adagrad_equals_the_loop(clip):
     torch.manual_seed(1)
     start = [torch.randn(5, dtype=torch.float64), torch.randn(3, dtype=torch.float64)]
-    history = [[torch.randn(5).double() * s, torch.randn(3).double() * 0.01] for s in (1.0, 0.02, 3.0, 0.0)]
+    history = [
+        [torch.randn(5).double() * s, torch.randn(3).double() * 0.01] for s in (1.0, 0.02, 3.0, 0.0)
+    ]
     parameters = [nn.Parameter(value.clone()) for value in start]
     optimizer = ClippedAdagrad(parameters, lr=0.07, clip=clip)
     for gradients in history:
@@ -42,15 +44,22 @@ def test_adagrad_equals_the_loop(clip):
         eps=1e-10,
     )
     for parameter, value in zip(parameters, expected, strict=True):
-        torch.testing.assert_close(parameter.detach(), torch.tensor(value, dtype=torch.float64), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            parameter.detach(), torch.tensor(value, dtype=torch.float64), rtol=0, atol=1e-12
+        )
 
 
 def test_adagrad_accepts_sparse_gradients_with_repeated_rows():
     dense, sparse = (nn.Parameter(torch.ones(6, 2, dtype=torch.float64)) for _ in range(2))
-    optimizers = [ClippedAdagrad([dense], lr=0.1, clip=0.5), ClippedAdagrad([sparse], lr=0.1, clip=0.5)]
+    optimizers = [
+        ClippedAdagrad([dense], lr=0.1, clip=0.5),
+        ClippedAdagrad([sparse], lr=0.1, clip=0.5),
+    ]
     for rows in ([1, 4, 1], [4, 5, 5]):
         values = torch.randn(3, 2, dtype=torch.float64)
-        sparse.grad = torch.sparse_coo_tensor(torch.tensor([rows]), values, (6, 2), check_invariants=True)
+        sparse.grad = torch.sparse_coo_tensor(
+            torch.tensor([rows]), values, (6, 2), check_invariants=True
+        )
         dense.grad = sparse.grad.to_dense()
         for optimizer in optimizers:
             optimizer.step()
@@ -61,13 +70,15 @@ def test_adagrad_accepts_sparse_gradients_with_repeated_rows():
 @pytest.mark.parametrize(
     "precision, dtype, tolerance",
     [
-        ("bfloat16", torch.float32, 0.05),  # with 8 significant bits, the error of an update is a few percent
+        # with 8 significant bits, the error of an update is a few percent
+        ("bfloat16", torch.float32, 0.05),
         ("float32", torch.float32, 1e-4),
         ("auto", torch.float64, 1e-12),
     ],
 )
 def test_muon_equals_that_of_torch(precision, dtype, tolerance, monkeypatch):
-    """torch's Muon multiplies in bfloat16 only, so for other precisions the test replaces its conversion by a copy."""
+    """torch's Muon multiplies in bfloat16 only, so for other precisions the test replaces its
+    conversion by a copy."""
     if precision != "bfloat16":
         monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     torch.manual_seed(5)
@@ -93,7 +104,12 @@ def test_muon_equals_that_of_torch(precision, dtype, tolerance, monkeypatch):
 @pytest.mark.parametrize("amx", [False, True])
 def test_muons_products_have_the_configured_precision_and_auto_depends_on_the_cpu(amx, monkeypatch):
     monkeypatch.setattr("harness.optim.muon._has_amx", lambda: amx)
-    likes = [torch.zeros(1, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+    likes = [
+        torch.zeros(1, dtype=dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    ]
     auto = torch.bfloat16 if amx else torch.float32
     assert [product_dtype("auto", like=like) for like in likes] == [torch.float64, auto, auto]
-    assert [product_dtype(name, like=likes[1]) for name in ("float32", "bfloat16")] == [torch.float32, torch.bfloat16]
+    assert [product_dtype(name, like=likes[1]) for name in ("float32", "bfloat16")] == [
+        torch.float32,
+        torch.bfloat16,
+    ]

@@ -1,4 +1,5 @@
-"""A user's class of attention that calls our kernels through ``variants/backends.py`` keeps the contract."""
+"""A user's class of attention that calls our kernels through ``variants/backends.py`` keeps the
+contract."""
 
 import pytest
 

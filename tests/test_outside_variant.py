@@ -1,4 +1,5 @@
-"""A user's variant, a file or a package with a few lines of YAML, is checked, trained, or refused."""
+"""A user's variant, a file or a package with a few lines of YAML, is checked, trained, or
+refused."""
 
 import re
 import shlex
@@ -44,7 +45,8 @@ def write(folder: Path, *, module: str, conf: str):
 
 @pytest.fixture(name="imports")
 def forget_imports(monkeypatch):
-    """After a test, remove the example's modules and the folders that it added to the search path."""
+    """After a test, remove the example's modules and the folders that it added to the search
+    path."""
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
@@ -57,7 +59,9 @@ PAGE = (ROOT / "docs" / "adding_a_variant.md").read_text()
 FILES = dict(re.findall(r"^`([\w./]+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 
 
-def test_the_example_of_adding_a_variant_is_short_and_is_checked_and_trained(cwd, imports, monkeypatch):
+def test_the_example_of_adding_a_variant_is_short_and_is_checked_and_trained(
+    cwd, imports, monkeypatch
+):
     assert sum(len(text.splitlines()) for text in FILES.values()) <= 40 and len(FILES) == 3
     for path, text in FILES.items():
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +70,10 @@ def test_the_example_of_adding_a_variant_is_short_and_is_checked_and_trained(cwd
     checks, trains = (shlex.split(line)[1:] for line in commands.splitlines())
     sizes = ("model.layers=2", "model.span=128", "batch.segment=128", "eval.segment=128")
     checked = call("bench/check.py", *checks[2:], *sizes)
-    assert checked.code == 0 and "fading: keeps the contract in 2 combinations, 18 refused" in checked.out, checked
+    assert (
+        checked.code == 0
+        and "fading: keeps the contract in 2 combinations, 18 refused" in checked.out
+    ), checked
     outcome = train(*trains[1:], *GENERATED)
     assert outcome.code == 0, outcome
     assert [summary["status"] for summary in summaries(cwd / "outputs")] == ["finished"]
@@ -80,7 +87,8 @@ def test_a_users_file_with_the_name_of_one_of_ours_is_refused(cwd, name):
     outcome = train("-cd", "my_conf", *GENERATED, "variant=mhsa")
     assert outcome.code == 2 and len(outcome.err.splitlines()) == 1, outcome
     assert f"{cwd / 'my_conf' / name}.yaml: has the name of a file of the project" in outcome.err
-    assert train("-cd", str(ROOT / "conf"), *GENERATED, "--cfg", "job").code == 0  # our own folder is allowed
+    # our own folder is allowed
+    assert train("-cd", str(ROOT / "conf"), *GENERATED, "--cfg", "job").code == 0
 
 
 EXITS = {
@@ -98,14 +106,22 @@ EXITS = {
 def test_a_users_code_that_exits_is_an_error(cwd, imports, place):
     write(cwd, module="my_mixer", conf="my_conf")
     (cwd / "my_mixer.py").write_text(MIXER.replace(*EXITS[place]))
-    words = ("-cd", "my_conf", "trust=[my_mixer]", "variant=mine", *(["check=false"] if place == "late" else []))
+    words = (
+        "-cd",
+        "my_conf",
+        "trust=[my_mixer]",
+        "variant=mine",
+        *(["check=false"] if place == "late" else []),
+    )
     outcome = train(*words, *GENERATED)
     assert outcome.code == 2 and outcome.err.count("error: ") == 1, outcome
     assert "calls exit(" in outcome.err or (place == "forward" and "SystemExit" in outcome.err)
     if place == "late":
         assert "calls exit(" in summaries(cwd / "outputs")[0]["error"]
         return
-    outcome = call("bench/check.py", *words, "position=none", "model.cache=kv", "model.attend_self=true")
+    outcome = call(
+        "bench/check.py", *words, "position=none", "model.cache=kv", "model.attend_self=true"
+    )
     assert outcome.code == 2 and "exit" in (outcome.out + outcome.err).lower(), outcome
     swept = train("-m", *words, *GENERATED, "seed=0,1")
     assert swept.code == 2 and "0 of 2 done" in swept.out, swept
@@ -116,13 +132,18 @@ def test_any_exit_that_is_not_of_ours_is_an_error(cwd, monkeypatch):
     exec("import sys\ndef leave(*_, **__):\n    sys.exit()", vars(module))
     monkeypatch.setattr("harness.trained.open_trained", module.leave)
     outcome = call("bench/evaluate.py", "run=outputs/latest")
-    assert outcome.code == 2 and outcome.err == "error: the code of theirs calls exit(None)\n", outcome
+    assert outcome.code == 2 and outcome.err == "error: the code of theirs calls exit(None)\n", (
+        outcome
+    )
 
 
 def test_the_names_of_shipped_variants_are_reserved(cwd, imports):
     write(cwd, module="my_mixer", conf="my_conf")
     words = ("-cd", "my_conf", *GENERATED, "trust=[my_mixer]")
-    refused = [("variant=mine", "variant.name=mhsa"), ("variant=adaptive_span", "variant.name=mhsa")]
+    refused = [
+        ("variant=mine", "variant.name=mhsa"),
+        ("variant=adaptive_span", "variant.name=mhsa"),
+    ]
     refused.append(("variant=mhsa", "sublayer@variant.attention=my_mixer"))
     (cwd / "my_conf/variant/named.yaml").write_text("defaults: [linear]\nname: mhsa\n")
     (cwd / "my_conf/moved.yaml").write_text("# @package _global_\nvariant: {name: mhsa}\n")
@@ -131,8 +152,16 @@ def test_the_names_of_shipped_variants_are_reserved(cwd, imports):
     (cwd / "my_conf/moved.yaml").rename(cwd / "my_conf/moved/moved.yaml")
     for choice in refused:
         outcome = train(*words, *choice)
-        assert outcome.code == 2 and "name=mhsa: is the name of a shipped variant" in outcome.err, (choice, outcome)
-    assert train(*words, "variant=mhsa", "sublayer@variant.attention=my_mixer", "variant.name=mixed").code == 0
+        assert outcome.code == 2 and "name=mhsa: is the name of a shipped variant" in outcome.err, (
+            choice,
+            outcome,
+        )
+    assert (
+        train(
+            *words, "variant=mhsa", "sublayer@variant.attention=my_mixer", "variant.name=mixed"
+        ).code
+        == 0
+    )
 
 
 def test_a_package_on_the_search_path_needs_trust(cwd, imports):

@@ -1,4 +1,5 @@
-"""Three processes with replicated or sharded parameters: averaged gradients, whole tables, scores."""
+"""Three processes with replicated or sharded parameters: averaged gradients, whole tables,
+scores."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -33,18 +34,23 @@ STEPS = 4
 class OneProcessSublayer(Sublayer):
     """A sublayer with a parameter of each type that FSDP does not take.
 
-    ``gain`` is a vector, which is also read outside of the forward pass, ``shared`` belongs to all layers, ``columns`` is
-    not contiguous, and ``table`` has sparse gradients."""
+    ``gain`` is a vector, which is also read outside of the forward pass, ``shared`` belongs to all
+    layers, ``columns`` is not contiguous, and ``table`` has sparse gradients."""
 
     tables = {"table": 1}
 
     def __init__(self, context: LayerContext):
         super().__init__()
         width = context.d_model
-        self.inner, self.outer = nn.Linear(width, 3 * width + 1, bias=False), nn.Linear(3 * width + 1, width)
+        self.inner, self.outer = (
+            nn.Linear(width, 3 * width + 1, bias=False),
+            nn.Linear(3 * width + 1, width),
+        )
         self.gain = nn.Parameter(torch.full((width,), 0.2))
         self.columns = nn.Parameter(torch.randn(width, width).T / width)
-        self.shared = context.shared(nn.Linear, "matrix", lambda: nn.Linear(width, width, bias=False))
+        self.shared = context.shared(
+            nn.Linear, "matrix", lambda: nn.Linear(width, width, bias=False)
+        )
         self.table = nn.Parameter(torch.randn(16, width))
 
     def project_(self):
@@ -60,7 +66,9 @@ class OneProcessSublayer(Sublayer):
 
     def forward(self, x, state=None, start=None, *, collect_stats=False):
         y = self.outer(self.inner(x).relu()) + self.gain * (x @ self.columns) + self.shared(x)
-        return SublayerOutput(y + F.embedding(torch.arange(x.shape[1], device=x.device) % 5, self.table, sparse=True))
+        return SublayerOutput(
+            y + F.embedding(torch.arange(x.shape[1], device=x.device) % 5, self.table, sparse=True)
+        )
 
 
 def sublayer_steps(processes: ProcessGroup, shard: str) -> dict:
@@ -79,7 +87,9 @@ def sublayer_steps(processes: ProcessGroup, shard: str) -> dict:
     optimizers = Optimizers(groups, lr=0.01, schedule=Schedule(), clip=0.1)
     for part in optimizers.optimizers["matrices"].param_groups:
         part["precision"] = "float64"
-    runtime = Runtime(device=torch.device("cpu"), precision="float32", compile=False, processes=processes)
+    runtime = Runtime(
+        device=torch.device("cpu"), precision="float32", compile=False, processes=processes
+    )
     distribute(model, optimizers, processes, shard=shard)
     tokens = torch.randint(31, (6, 12), generator=torch.Generator().manual_seed(1))
     streams = tokens.chunk(processes.world_size)[processes.rank]
@@ -102,21 +112,29 @@ def sublayer_steps(processes: ProcessGroup, shard: str) -> dict:
 
 
 def scores(processes: ProcessGroup) -> dict:
-    """Scores of 1 stream, of 7 streams and of windows, and the random numbers and streams of each process."""
-    run = distributed_trainer(processes, *VARIANTS["product_key_memory"], "batch.streams=6", precision="float64")
+    """Scores of 1 stream, of 7 streams and of windows, and the random numbers and streams of
+    each process."""
+    run = distributed_trainer(
+        processes, *VARIANTS["product_key_memory"], "batch.streams=6", precision="float64"
+    )
     split = run.corpus.splits["valid"][:200]
-    by_streams = partial(score_stream, run.model, split, runtime=run.runtime, segment=7, collect_stats=True)
+    by_streams = partial(
+        score_stream, run.model, split, runtime=run.runtime, segment=7, collect_stats=True
+    )
     return {
         "nats": [by_streams(streams=streams).nats for streams in (1, 7)],
         "stats": by_streams(streams=7).stats,
-        "windows": score_windows(run.model, run.corpus.splits["valid"], runtime=run.runtime, batch=1).nats,
+        "windows": score_windows(
+            run.model, run.corpus.splits["valid"], runtime=run.runtime, batch=1
+        ).nats,
         "draws": torch.rand(2).tolist(),
         "streams": run.stream.batch(0, shard=processes.shard)[0],
     }
 
 
 def averaged_gradients(processes: ProcessGroup) -> list[Tensor | None]:
-    """Averages of a dense and a sparse gradient that rank 1 lacks, and of a gradient that all ranks lack."""
+    """Averages of a dense and a sparse gradient that rank 1 lacks, and of a gradient that all
+    ranks lack."""
     parameters = [nn.Parameter(torch.zeros(3, 2)) for _ in range(3)]
     if processes.rank != 1:
         parameters[0].grad = torch.full((3, 2), 3.0)
@@ -145,7 +163,9 @@ def assert_same_training(results: dict, expected: dict, *, within: float):
     assert results["metrics"] == pytest.approx(expected["metrics"], abs=within)
     torch.testing.assert_close(results["model"], expected["model"], rtol=0, atol=within)
     for name, group in expected["state"].items():
-        torch.testing.assert_close(results["state"][name]["state"], group["state"], rtol=0, atol=within)
+        torch.testing.assert_close(
+            results["state"][name]["state"], group["state"], rtol=0, atol=within
+        )
 
 
 @pytest.mark.parametrize("shard", ["none", "full"])
@@ -162,7 +182,8 @@ def test_a_mechanism_written_for_one_process_trains_as_in_one_process(ranks, sha
 def test_three_processes_score_as_one_and_have_different_random_numbers_and_streams(ranks):
     first, single = ranks[0]["scores"], scores(SINGLE)
     for key in ("nats", "windows", "stats"):
-        torch.testing.assert_close(first[key], single[key], rtol=1e-6, atol=2e-6)  # nats are float32
+        # nats are float32
+        torch.testing.assert_close(first[key], single[key], rtol=1e-6, atol=2e-6)
         torch.testing.assert_close(ranks[2]["scores"][key], first[key], rtol=0, atol=0)
     assert len({tuple(rank["scores"]["draws"]) for rank in ranks}) == 3
     assert torch.equal(torch.cat([rank["scores"]["streams"] for rank in ranks]), single["streams"])
@@ -178,5 +199,7 @@ def test_fsdp_takes_contiguous_matrices_of_one_unit_outside_of_tables():
     model = model_of(OneProcessSublayer)()
     unsharded = unsharded_parameters(model)
     sharded = {name for name, parameter in model.named_parameters() if parameter not in unsharded}
-    inside = {f"layers.{i}.part0.sublayer.{name}.weight" for i in (0, 1) for name in ("inner", "outer")}
+    inside = {
+        f"layers.{i}.part0.sublayer.{name}.weight" for i in (0, 1) for name in ("inner", "outer")
+    }
     assert sharded == inside | {"embedding.weight", "head.weight"}

@@ -1,4 +1,5 @@
-"""``python -m bench.peers``: the reference model, the order of measurements, relative speeds, and the printed table."""
+"""``python -m bench.peers``: the reference model, the order of measurements, relative speeds,
+and the printed table."""
 
 from collections import defaultdict
 from threading import Barrier
@@ -17,7 +18,13 @@ from tests.bench_rows import identity
 from tests.command_line import call
 from tests.command_line import empty_folder as cwd  # noqa: F401 - a fixture
 
-SMALL = ("model.d_model=32", "model.layers=2", "model.heads=2", "runtime.device=cpu", "runtime.precision=float32")
+SMALL = (
+    "model.d_model=32",
+    "model.layers=2",
+    "model.heads=2",
+    "runtime.device=cpu",
+    "runtime.precision=float32",
+)
 SMALL += ("runtime.threads=1", "data=synthetic_text", "data.bytes=20000")
 QUICK = (*SMALL, "rounds=2", "seconds=0.01")
 
@@ -25,7 +32,10 @@ QUICK = (*SMALL, "rounds=2", "seconds=0.01")
 def test_the_reference_model_has_the_expected_number_of_parameters_and_is_causal():
     torch.manual_seed(0)
     model = ReferenceModel(vocabulary=256, d_model=32, layers=2, heads=2, max_length=16)
-    assert sum(p.numel() for p in model.parameters()) == 2 * 256 * 32 + 16 * 32 + 2 * (12 * 32**2 + 4 * 32) + 2 * 32
+    assert (
+        sum(p.numel() for p in model.parameters())
+        == 2 * 256 * 32 + 16 * 32 + 2 * (12 * 32**2 + 4 * 32) + 2 * 32
+    )
     tokens = torch.randint(256, (2, 16))
     later = tokens.clone()
     later[:, 9] = (later[:, 9] + 1) % 256
@@ -34,9 +44,14 @@ def test_the_reference_model_has_the_expected_number_of_parameters_and_is_causal
 
 
 def entry(name: str, *rounds: float, **changes) -> Entry:
-    row = identity("peers", variant=name) | {"config": {"batch": {"streams": 2, "segment": 8}}, "memory": {}}
+    row = identity("peers", variant=name) | {
+        "config": {"batch": {"streams": 2, "segment": 8}},
+        "memory": {},
+    }
     steps = {"train": [[ms] * 3 for ms in rounds]}
-    return Entry(name=name, task=Task(config={}), facts=row, rounds=defaultdict(list, steps), **changes)
+    return Entry(
+        name=name, task=Task(config={}), facts=row, rounds=defaultdict(list, steps), **changes
+    )
 
 
 def test_speeds_are_compared_within_each_round():
@@ -88,5 +103,9 @@ def test_the_command_measures_all_installed_peers_and_prints_a_table(cwd, compil
         if row["status"] == "failed":
             assert INSTALL in row["reason"]
             continue
-        assert row["rounds"] == 2 and row["memory"]["train_peak_bytes"] > 0 and row["parameters"]["total"] > 0
+        assert (
+            row["rounds"] == 2
+            and row["memory"]["train_peak_bytes"] > 0
+            and row["parameters"]["total"] > 0
+        )
         assert row["relative_to_reference"] > 0

@@ -1,4 +1,5 @@
-"""Perceiver AR: the configured model equals the reference, and a byte influences exactly the expected positions."""
+"""Perceiver AR: the configured model equals the reference, and a byte influences exactly the
+expected positions."""
 
 import pytest
 import torch
@@ -33,17 +34,29 @@ def layers_of(model: torch.nn.Module) -> list[Layer]:
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("backend", ["plain", "auto"])
-def test_the_model_equals_the_reference_and_a_byte_influences_positions_up_to_the_end_of_a_block(backend):
-    """In layer 0 a byte influences the next 8 positions; in later layers, also the rest of the last of their blocks."""
+def test_the_model_equals_the_reference_and_a_byte_influences_positions_up_to_the_end_of_a_block(
+    backend,
+):
+    """In layer 0 a byte influences the next 8 positions; in later layers, also the rest of the
+    last of their blocks."""
     model = build(f"runtime.backend={backend}")
     tokens = torch.randint(7, (2, 14), generator=torch.Generator().manual_seed(4))
     named = dict(model.named_parameters())
-    stream = perceiver_ar(model.embedding(tokens), layers=layers_of(model), latents=4, span=9, heads=2)
-    expected = torch.stack([torch.stack([model.head(model.norm(z)) for z in row]) for row in stream])
+    stream = perceiver_ar(
+        model.embedding(tokens), layers=layers_of(model), latents=4, span=9, heads=2
+    )
+    expected = torch.stack(
+        [torch.stack([model.head(model.norm(z)) for z in row]) for row in stream]
+    )
     assert_same(model(tokens).logits, expected, named=named, tolerance=1e-9)
     before = model.eval()(tokens).logits
     for at in (0, 3):
         changed = tokens.clone()
         changed[:, at] = (changed[:, at] + 3) % 7
-        moved = ((model(changed).logits - before).abs() > 1e-9).any(-1)  # [B, T]; at + 8 is in the block 8 to 11
-        assert moved.all(0).tolist() == moved.any(0).tolist() == [at <= position < 12 for position in range(14)]
+        # [B, T]; at + 8 is in the block 8 to 11
+        moved = ((model(changed).logits - before).abs() > 1e-9).any(-1)
+        assert (
+            moved.all(0).tolist()
+            == moved.any(0).tolist()
+            == [at <= position < 12 for position in range(14)]
+        )

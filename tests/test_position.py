@@ -28,10 +28,21 @@ def context(**changes) -> LayerContext:
 @pytest.mark.parametrize("width", [8, 7])
 def test_sinusoids_equal_the_reference_and_are_the_only_absolute_scheme(width):
     start = torch.tensor([0, 1000])
-    table = Sinusoidal(context(d_model=width), d_head=0).embed(torch.zeros(2, 5, width, dtype=DOUBLE), start)
-    rows = [[reference.sinusoid(first + t, d_model=width) for t in range(5)] for first in start.tolist()]
-    torch.testing.assert_close(table, torch.stack([torch.stack(row) for row in rows]), rtol=0, atol=1e-12)
-    assert [scheme.relative for scheme in (Sinusoidal, Rotary, Relative, Alibi)] == [False, True, True, True]
+    table = Sinusoidal(context(d_model=width), d_head=0).embed(
+        torch.zeros(2, 5, width, dtype=DOUBLE), start
+    )
+    rows = [
+        [reference.sinusoid(first + t, d_model=width) for t in range(5)] for first in start.tolist()
+    ]
+    torch.testing.assert_close(
+        table, torch.stack([torch.stack(row) for row in rows]), rtol=0, atol=1e-12
+    )
+    assert [scheme.relative for scheme in (Sinusoidal, Rotary, Relative, Alibi)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
     x = normal(1, 3, 8)
     assert torch.equal(Rotary(context(), d_head=0).embed(x, torch.tensor([5])), x)
 
@@ -49,11 +60,18 @@ def test_alibi_slopes_and_biases_equal_numbers_worked_out_by_hand():
 
 def test_relative_tables_are_shared_as_configured_and_differ_by_model_and_width():
     for share, n_tables in (("network", 1), ("layer", 2)):
-        common = context(scheme=lambda context, *, d_head, share=share: Relative(context, d_head=d_head, share=share))
+        common = context(
+            scheme=lambda context, *, d_head, share=share: Relative(
+                context, d_head=d_head, share=share
+            )
+        )
         layers = torch.nn.ModuleList([Attention(common), Attention(common)])
         tables = [p for p in layers.parameters() if p.shape == (6, 4)]
         assert len({table.sum().item() for table in tables}) == len(tables) == n_tables
-    assert Case(position="relative").build().position.table is not Case(position="relative").build().position.table
+    assert (
+        Case(position="relative").build().position.table
+        is not Case(position="relative").build().position.table
+    )
     common = context()
     assert Relative(common, d_head=4).table is Relative(common, d_head=4).table
     assert Relative(common, d_head=2).table.shape == (6, 2)
@@ -70,7 +88,9 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         outputs = function(*args, **(kwargs or {}))
         self.calls[str(function.overloadpacket)] += 1
-        self.dtypes |= {tensor.dtype for tensor in tree_leaves(outputs) if isinstance(tensor, torch.Tensor)}
+        self.dtypes |= {
+            tensor.dtype for tensor in tree_leaves(outputs) if isinstance(tensor, torch.Tensor)
+        }
         return outputs
 
 
@@ -85,7 +105,9 @@ def test_angles_far_along_the_stream_are_accurate_without_float64(base):
         table = scheme.embed(torch.zeros(4, 5, 8), at)
     assert torch.float64 not in record.dtypes
     positions = (at[:, None] + torch.arange(5)).double()[..., None]
-    angle, sinusoid_angle = (positions * rotary_frequencies(width, base) for width, base in ((16, base), (8, 10000.0)))
+    angle, sinusoid_angle = (
+        positions * rotary_frequencies(width, base) for width, base in ((16, base), (8, 10000.0))
+    )
     expected = torch.cat([angle.cos(), angle.sin()], dim=-1)
     torch.testing.assert_close(rotated.double(), expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(table[..., 0::2].double(), sinusoid_angle.sin(), rtol=0, atol=1e-6)
@@ -100,5 +122,7 @@ def test_rotary_tables_are_computed_once_in_a_forward_pass():
             with Calls() as record:
                 out = model(tokens, state)
             calls = record.calls["aten.cos"], record.calls["aten.sin"]
-            assert calls == (2, 2), "one call for the start and one for the positions in the segment"
+            assert calls == (2, 2), (
+                "one call for the start and one for the positions in the segment"
+            )
         assert torch.equal(copy.deepcopy(model)(tokens, state).logits, out.logits)

@@ -1,4 +1,5 @@
-"""``windtunnel.load``: scores, samples and attention maps of a run's model. All commands open runs by one function."""
+"""``windtunnel.load``: scores, samples and attention maps of a run's model. All commands open
+runs by one function."""
 
 import json
 import re
@@ -19,15 +20,24 @@ from harness.plan.build import literal
 from tests.command_line import GENERATED, ROOT, call, run_folders, train
 from tests.small_runs import MEMORY
 
-READERS = r"\b(read_run|plan_of_run|read_provenance|read_config|load_best|load_newest|torch\.load)\("
+READERS = (
+    r"\b(read_run|plan_of_run|read_provenance|read_config|load_best|load_newest|torch\.load)\("
+)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a run with learned spans, a tied embedding, and a table of positions that its layers share."""
+    """The folder of a run with learned spans, a tied embedding, and a table of positions that
+    its layers share."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("run"))
-        outcome = train(*GENERATED, "variant=adaptive_span_memory", *MEMORY, "position=relative", "model.tied=true")
+        outcome = train(
+            *GENERATED,
+            "variant=adaptive_span_memory",
+            *MEMORY,
+            "position=relative",
+            "model.tied=true",
+        )
         assert outcome.code == 0, outcome
         yield run_folders(Path("outputs"))[0].resolve()
 
@@ -41,7 +51,9 @@ def test_a_loaded_model_has_the_exact_score_of_its_run_and_needs_three_files(run
     assert models[0].network.head.weight is models[0].network.embedding.weight
     summary = json.loads((run / "summary.json").read_text())
     protocol, corpus = summary["protocol"], corpora.load("recall", bytes=60000)
-    split = corpus.scored_part("valid", selection_bytes=protocol["selection_bytes"], limit=protocol["bytes"])
+    split = corpus.scored_part(
+        "valid", selection_bytes=protocol["selection_bytes"], limit=protocol["bytes"]
+    )
     text = bytes(corpus.symbols[token] for token in split.tolist())
     cut = {key: protocol[key] for key in ("streams", "segment", "context")}
     torch.set_num_threads(1)
@@ -79,7 +91,10 @@ def test_a_run_of_a_corpus_of_any_name_can_be_repeated_in_a_sweep_and_opened(tmp
     keys = {"evaluate": "run", "inspect": "run", "cost": "rows"}
     commands = {"train.py": "data.path"} | {f"bench/{name}.py": keys[name] for name in keys}
     for command, key in commands.items():
-        for word, reason in (("1e5", f"\"{key}='..'\""), ("'~nobody-at-all'", f"{key}='~nobody-at-all': cannot")):
+        for word, reason in (
+            ("1e5", f"\"{key}='..'\""),
+            ("'~nobody-at-all'", f"{key}='~nobody-at-all': cannot"),
+        ):
             outcome = call(command, f"{key}={word}")
             assert outcome.code == 2 and reason in outcome.err, outcome
 
@@ -100,7 +115,9 @@ def test_attention_maps_are_causal_and_sum_to_one_and_mistakes_are_named(run, tm
 
 def test_the_python_example_of_the_readme_runs(run, monkeypatch, capsys):
     readme = (ROOT / "README.md").read_text()
-    (lines,) = re.findall(r"^```python\n(import windtunnel.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    (lines,) = re.findall(
+        r"^```python\n(import windtunnel.*?)^```$", readme, re.MULTILINE | re.DOTALL
+    )
     assert len(lines.splitlines()) <= 10
     monkeypatch.chdir(run.parents[1])
     exec(lines, {})
@@ -108,10 +125,18 @@ def test_the_python_example_of_the_readme_runs(run, monkeypatch, capsys):
 
 
 def test_all_commands_open_a_run_folder_by_the_same_function():
-    files = [*(ROOT / "bench").rglob("*.py"), *(ROOT / "windtunnel").glob("*.py"), ROOT / "harness/trained.py"]
+    files = [
+        *(ROOT / "bench").rglob("*.py"),
+        *(ROOT / "windtunnel").glob("*.py"),
+        ROOT / "harness/trained.py",
+    ]
     code = {path.stem: path.read_text() for path in files}
     assert [name for name, text in code.items() if re.search(READERS, text)] == ["trained"]
-    openers = {path.stem for path in (ROOT / "conf").glob("*.yaml") if re.search(r"^run:", path.read_text(), re.M)}
+    openers = {
+        path.stem
+        for path in (ROOT / "conf").glob("*.yaml")
+        if re.search(r"^run:", path.read_text(), re.M)
+    }
     openers |= {"trained"}  # with ``windtunnel.load``
     openers -= {"decompress"}  # its code is in compress.py
     assert not [name for name in openers if "open_trained(" not in code[name]]

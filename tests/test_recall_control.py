@@ -1,4 +1,5 @@
-"""The positive control of recall by key: a committed row in which softmax attention, without a shift of keys, recalls."""
+"""The positive control of recall by key: a committed row in which softmax attention, without a
+shift of keys, recalls."""
 
 from pathlib import Path
 
@@ -13,4 +14,6 @@ def test_attention_without_shifted_keys_recalls_eight_keys_at_some_rate():
     finished = [summary for summary in summaries if summary["status"] == "finished"]
     assert all(summary["protocol"]["sequence"] == 64 for summary in finished)
     accuracy = [summary["test_answer_accuracy"]["all"] for summary in finished]
-    assert max(accuracy, default=0.0) >= 0.99, "without this control no row of the table means anything"
+    assert max(accuracy, default=0.0) >= 0.99, (
+        "without this control no row of the table means anything"
+    )

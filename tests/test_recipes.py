@@ -1,4 +1,5 @@
-"""Recipes reproduce published runs: their flags, numbers of parameters, and independence of our defaults."""
+"""Recipes reproduce published runs: their flags, numbers of parameters, and independence of our
+defaults."""
 
 from collections.abc import Iterator
 
@@ -21,10 +22,24 @@ TRAININGS = [name for name in RECIPES if name not in FINETUNES]
 
 V = 205
 FLAGS = (
-    *("model.layers", "model.d_model", "model.heads", "model.span", "batch.segment", "model.dropout"),
-    *("variant.attention.span.loss_weight", "budget.steps", "optim.schedule.warmup_steps", "batch.accumulate"),
+    *(
+        "model.layers",
+        "model.d_model",
+        "model.heads",
+        "model.span",
+        "batch.segment",
+        "model.dropout",
+    ),
+    *(
+        "variant.attention.span.loss_weight",
+        "budget.steps",
+        "optim.schedule.warmup_steps",
+        "batch.accumulate",
+    ),
 )
-SPANS = {  # experiments/*.sh of facebookresearch/adaptive-span: flags in this order, then the width of the feed-forward
+# experiments/*.sh of facebookresearch/adaptive-span: flags in this order, then the width of the
+# feed-forward
+SPANS = {
     "adaptive_span_8": ((8, 256, 4, 1024, 256, 0.0, 2e-6, 150_000, 8_000, 1), 1024),
     "adaptive_span_12": ((12, 512, 8, 8192, 512, 0.3, 5e-7, 600_000, 32_000, 1), 2048),
     "adaptive_span_24": ((24, 768, 8, 8192, 512, 0.4, 5e-7, 150_000, 32_000, 2), 4096),
@@ -43,7 +58,10 @@ class Unset(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
-        if getattr(function, "__module__", "") == "torch.nn.init" or name in ("normal_", "uniform_"):
+        if getattr(function, "__module__", "") == "torch.nn.init" or name in (
+            "normal_",
+            "uniform_",
+        ):
             return args[0] if args else kwargs["tensor"]
         return (torch.empty if function is torch.randn else function)(*args, **(kwargs or {}))
 
@@ -77,10 +95,17 @@ def test_the_product_key_memory_model_has_the_parameters_of_its_parts():
     layers, d, hidden, half_keys, top_k, heads, d_query = 12, 512, 2048, 512, 32, 4, 256
     attention, norm, feed_forward = 4 * d**2, 2 * d, 2 * d * hidden + hidden + d
     memory = (d + 1) * heads * d_query + 2 * d_query + heads * half_keys * d_query
-    rest = layers * (attention + 2 * norm) + (layers - 1) * feed_forward + norm + embedding_and_head(d, V)
+    rest = (
+        layers * (attention + 2 * norm)
+        + (layers - 1) * feed_forward
+        + norm
+        + embedding_and_head(d, V)
+    )
     model = build("product_key_memory_12")
     assert count(model.parameters()) == memory + rest + half_keys**2 * d == 171_183_309
-    assert model.touched_parameters() == memory + rest + heads * top_k * d - (V - 1) * d == 36_926_669
+    assert (
+        model.touched_parameters() == memory + rest + heads * top_k * d - (V - 1) * d == 36_926_669
+    )
     assert [list(layer) for layer in model.layers].index(["attention", "memory"]) == layers - 2
 
 
@@ -92,7 +117,11 @@ def test_flags_equal_those_of_the_published_scripts(name):
     key = "variant.feed_forward.hidden" if name in SPANS else "variant.attention.persistent.number"
     assert OmegaConf.select(cfg, key) == width
     assert (cfg.batch.streams, cfg.optim.lr, cfg.optim.default.clip) == (64, 0.07, 0.03)
-    assert (cfg.optim.schedule.decay, cfg.optim.clip, cfg.optim.matrices) == ("constant", None, None)
+    assert (cfg.optim.schedule.decay, cfg.optim.clip, cfg.optim.matrices) == (
+        "constant",
+        None,
+        None,
+    )
     assert cfg.variant.groups.spans.lr_scale == 1.0 and cfg.variant.attention.span.initial == 0.0
     assert (cfg.eval.streams, cfg.eval.segment, cfg.eval.bytes) == (8, cfg.batch.segment, None)
     assert (cfg.model.attend_self, cfg.model.cache) == (False, "hidden")
@@ -102,7 +131,9 @@ def test_flags_equal_those_of_the_published_scripts(name):
         assert residual.norm_after and isinstance(residual.norm, nn.LayerNorm)
         sublayer = residual.sublayer
         if hasattr(sublayer, "span"):
-            assert isinstance(sublayer.position, Relative) and isinstance(sublayer.span, AdaptiveSpan)
+            assert isinstance(sublayer.position, Relative) and isinstance(
+                sublayer.span, AdaptiveSpan
+            )
             assert sublayer.query.bias is None and sublayer.shift == 1
             assert sublayer.span.ramp == 32 and not sublayer.span.fraction.any()
             tables.add(sublayer.position.table)
@@ -123,17 +154,33 @@ def keys_set_by(name: str) -> set[str]:
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_recipe_sets_all_keys_of_model_and_batch_and_reads_enwik8(name):
     data = plan(f"recipe={name}").data
-    assert (data["name"], data["fallback"], data["vocabulary"], data["drop_newlines"]) == ("enwik8", None, V, False)
-    required = {f"model.{key}" for key in settings.ModelSettings.__dataclass_fields__} - {"model.default_bytes"}
+    assert (data["name"], data["fallback"], data["vocabulary"], data["drop_newlines"]) == (
+        "enwik8",
+        None,
+        V,
+        False,
+    )
+    required = {f"model.{key}" for key in settings.ModelSettings.__dataclass_fields__} - {
+        "model.default_bytes"
+    }
     required |= {f"batch.{key}" for key in settings.BatchSettings.__dataclass_fields__}
-    required |= {"data.fallback", "data.vocabulary", "data.drop_newlines", "data.split", "eval.bytes", "budget.steps"}
+    required |= {
+        "data.fallback",
+        "data.vocabulary",
+        "data.drop_newlines",
+        "data.split",
+        "eval.bytes",
+        "budget.steps",
+    }
     assert required <= keys_set_by(name)
 
 
 @pytest.mark.parametrize("name, steps", list(zip(FINETUNES, (20_000, 30_000, 10_000), strict=True)))
 def test_a_finetune_recipe_adds_steps_at_a_tenth_of_the_learning_rate(name, steps):
     recipes = (name.removesuffix("_finetune"), name)
-    before, after = (flatten(OmegaConf.to_container(compose_config(f"recipe={recipe}"))) for recipe in recipes)
+    before, after = (
+        flatten(OmegaConf.to_container(compose_config(f"recipe={recipe}"))) for recipe in recipes
+    )
     assert {key: value for key, value in after.items() if before[key] != value} == {
         "init_from.restore": "everything",
         "optim.lr": pytest.approx(before["optim.lr"] / 10),
@@ -152,7 +199,9 @@ def test_the_product_key_memory_recipe_trains_values_in_a_separate_group():
     values = optimizers.groups["values"]
     assert (values.schedule, values.clip) == ("constant", 0.25)
     assert list(values.parameters) == ["layers.0.memory.sublayer.values"]
-    decays = [part["weight_decay"] for o in optimizers.optimizers.values() for part in o.param_groups]
+    decays = [
+        part["weight_decay"] for o in optimizers.optimizers.values() for part in o.param_groups
+    ]
     assert not any(decays)
     optimizers.step(0.999)
     assert optimizers.optimizers["values"].param_groups[0]["lr"] == pytest.approx(1e-3)

@@ -1,4 +1,5 @@
-"""The references of feed-forward and product-key memory, compared with torch's layers. ``test_model.py`` has the model."""
+"""The references of feed-forward and product-key memory, compared with torch's layers.
+``test_model.py`` has the model."""
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ def test_the_feed_forward_equals_two_linear_layers_of_torch(x, activation, by_to
     inner = 6 if activation == "swiglu" else 3
     up, down = normal(inner, D), normal(D, 3)
     up_bias, down_bias = (normal(inner), normal(D)) if biased else (None, None)
-    actual = feed_forward(x, up=up, down=down, activation=activation, up_bias=up_bias, down_bias=down_bias)
+    actual = feed_forward(
+        x, up=up, down=down, activation=activation, up_bias=up_bias, down_bias=down_bias
+    )
     expected = F.linear(by_torch(F.linear(x, up, up_bias)), down, down_bias)
     assert_same(actual, expected, inputs=[x, up, down, *([up_bias, down_bias] if biased else [])])
 
@@ -53,7 +56,9 @@ def test_reading_all_slots_equals_the_product_of_two_softmaxes(x, memory):
     scores = torch.einsum("bthsd,hscd->bthsc", query, memory["keys"])
     first, second = scores.softmax(-1).unbind(3)  # [B, T, H, C] each
     shares = torch.einsum("bthi,bthj->bthij", first, second).flatten(3)  # slot i C + j
-    assert_same(actual, (shares @ memory["values"]).sum(2), inputs=[x, scale, shift, *memory.values()])
+    assert_same(
+        actual, (shares @ memory["values"]).sum(2), inputs=[x, scale, shift, *memory.values()]
+    )
 
 
 def test_layer_norm_is_over_each_head_and_batch_norm_over_all_bytes(x, memory):
@@ -64,5 +69,7 @@ def test_layer_norm_is_over_each_head_and_batch_norm_over_all_bytes(x, memory):
     assert_same(actual, expected, inputs=[x, weight, bias, scale, shift])
     scale, shift = normal(H * DQ, seed=7), normal(H * DQ, seed=8)
     actual = queries(x, weight=weight, bias=bias, norm=("batch", scale, shift, 1e-5), heads=H)
-    expected = F.batch_norm(F.linear(x, weight, bias).flatten(0, 1), None, None, scale, shift, training=True)
+    expected = F.batch_norm(
+        F.linear(x, weight, bias).flatten(0, 1), None, None, scale, shift, training=True
+    )
     assert_same(actual, expected.reshape(B, T, H, DQ), inputs=[x, weight, scale, shift])

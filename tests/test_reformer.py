@@ -25,7 +25,8 @@ def test_a_query_sees_itself_only_if_it_sees_no_other_key():
     layer, x = build(attend_self=True), inputs(3)
     layer.rotations.zero_()  # all products are equal, so every vector is in bucket 0
     out, values = layer(x, collect_stats=True), layer.value(x)
-    assert_near(out.y[:, :2], layer.output(torch.stack([values[:, 0]] * 2, 1)))  # the second byte sees the first only
+    # the second byte sees the first only
+    assert_near(out.y[:, :2], layer.output(torch.stack([values[:, 0]] * 2, 1)))
     assert layer.metrics(out.stats)["alone"].tolist() == [pytest.approx(1 / 3)] * H
     assert layer.metrics(out.stats)["keys"].tolist() == [1.0] * H
     assert build(attend_self=False)(x).y[:, 0].abs().max() == 0
@@ -46,13 +47,17 @@ def test_scores_are_recomputed_for_the_backward_with_the_same_dropout(monkeypatc
 
     def saved_elements_and_gradients() -> tuple[int, tuple[Tensor, ...]]:
         sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda saved: sizes.append(saved.numel()) or saved, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda saved: sizes.append(saved.numel()) or saved, lambda x: x
+        ):
             torch.manual_seed(1)
             y = layer(x).y
         return sum(sizes), torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
 
     saved, gradients = saved_elements_and_gradients()
-    monkeypatch.setattr("torch.utils.checkpoint.checkpoint", lambda function, *arguments, **_: function(*arguments))
+    monkeypatch.setattr(
+        "torch.utils.checkpoint.checkpoint", lambda function, *arguments, **_: function(*arguments)
+    )
     saved_without_recomputation, expected = saved_elements_and_gradients()
     assert saved < saved_without_recomputation / 3
     assert all(map(torch.equal, gradients, expected))

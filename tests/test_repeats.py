@@ -1,4 +1,5 @@
-"""Repeats: which bytes of a split can be copied from its past but not from train, compared with loops."""
+"""Repeats: which bytes of a split can be copied from its past but not from train, compared with
+loops."""
 
 import numpy as np
 import pytest
@@ -26,7 +27,9 @@ def reference_masks(split: bytes, train: bytes) -> dict[str, list[bool]]:
 
 
 def masks_of(split: bytes, train: bytes) -> dict[str, np.ndarray]:
-    return repeats.repeat_masks(np.frombuffer(split, np.uint8), train=np.frombuffer(train, np.uint8))
+    return repeats.repeat_masks(
+        np.frombuffer(split, np.uint8), train=np.frombuffer(train, np.uint8)
+    )
 
 
 @given(seed=st.integers(0, 99), n_words=st.integers(0, 40), chunk=st.sampled_from([16, 64]))
@@ -40,7 +43,9 @@ def test_masks_equal_those_of_loops_over_a_text_of_few_words(seed, n_words, chun
         patch.setattr(repeats, "DISTANCES", ((20, 40), (41, 90)))
         patch.setattr(repeats, "_CHUNK", chunk)
         masks = masks_of(split, train)
-        assert {label: mask.tolist() for label, mask in masks.items()} == reference_masks(split, train)
+        assert {label: mask.tolist() for label, mask in masks.items()} == reference_masks(
+            split, train
+        )
 
 
 def test_bits_of_repeats_are_means_over_their_pairs():
@@ -50,7 +55,8 @@ def test_bits_of_repeats_are_means_over_their_pairs():
 
 
 def test_shares_and_copies_of_repeats_in_enwik8(enwik8_4m):
-    """Of test, 3.5% of the bytes follow a near repeat, and a copy is right for 86% of them; farther 1.7% and 80%."""
+    """Of test, 3.5% of the bytes follow a near repeat, and a copy is right for 86% of them;
+    farther 1.7% and 80%."""
     corpus = load("enwik8_4m", path=str(enwik8_4m), split=[0.85, 0.05, 0.1])
     test = corpus.splits["test"].numpy()
     distance, shares, right = repeats.distances(test, test[:0]), [], []

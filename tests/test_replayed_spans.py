@@ -1,4 +1,5 @@
-"""Replayed spans: fixed windows with the spans that another run learned, from a configuration or from that run."""
+"""Replayed spans: fixed windows with the spans that another run learned, from a configuration or
+from that run."""
 
 import pytest
 import torch
@@ -8,7 +9,11 @@ from tests.small_runs import VARIANTS, make_run, make_trainer, temporary_cwd, wh
 from variants.attention import Attention
 
 SPANS = [[0.0, 5.5], [3.0, 16.0]]
-CONFIGURED = ("variant=replayed_spans", "variant.attention.span.ramp=4", f"variant.attention.span.spans={SPANS}")
+CONFIGURED = (
+    "variant=replayed_spans",
+    "variant.attention.span.ramp=4",
+    f"variant.attention.span.spans={SPANS}",
+)
 
 
 def spans_of(model) -> list:
@@ -23,13 +28,17 @@ def lengths_of(model) -> list:
 def test_replayed_spans_equal_learned_spans_of_the_same_length_and_training_does_not_change_them():
     trainer, learned = make_trainer(*CONFIGURED), make_trainer(*VARIANTS["adaptive_span"]).model
     fixed = trainer.model
-    learned.load_state_dict(fixed.state_dict())  # the buffer of fixed spans has the name of the learned parameter
+    # the buffer of fixed spans has the name of the learned parameter
+    learned.load_state_dict(fixed.state_dict())
     learned.project_()
     assert lengths_of(fixed) == SPANS
-    assert [spans.max_keys for spans in spans_of(fixed)] == [spans.max_keys for spans in spans_of(learned)]
+    assert [spans.max_keys for spans in spans_of(fixed)] == [
+        spans.max_keys for spans in spans_of(learned)
+    ]
     tokens = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
     for _, sublayer in (*fixed.sublayers(), *learned.sublayers()):
-        for parameter in sublayer.parameters():  # projections that start at zero would hide the windows
+        # projections that start at zero would hide the windows
+        for parameter in sublayer.parameters():
             if parameter.dim() > 1 and not parameter.any():
                 torch.nn.init.eye_(parameter)
     assert torch.equal(fixed.eval()(tokens).logits, learned.eval()(tokens).logits)
@@ -53,7 +62,9 @@ def test_integer_spans_with_a_ramp_of_one_are_a_hard_window():
 
 
 def test_init_from_a_finished_run_takes_its_spans_unless_spans_are_configured(cwd):
-    learning, _ = whole_run(*VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.span.initial=0.4")
+    learning, _ = whole_run(
+        *VARIANTS["adaptive_span"], "budget.steps=2", "variant.attention.span.initial=0.4"
+    )
     source = (f"init_from.run={learning.folder.path}", "budget.steps=2")
     replaying = make_run("variant=replayed_spans", "variant.attention.span.ramp=4", *source).trainer
     learned = lengths_of(learning.trainer.model)
@@ -66,10 +77,13 @@ def test_init_from_a_finished_run_takes_its_spans_unless_spans_are_configured(cw
     assert torch.equal(configured.embedding.weight, learning.trainer.model.embedding.weight)
 
 
-@pytest.mark.parametrize("spans", ["[[1,2]]", "[[1,2],[3]]", "[1,2]", "[[1,2],[3,17]]", "[[1,2],[3,-1]]"])
+@pytest.mark.parametrize(
+    "spans", ["[[1,2]]", "[[1,2],[3]]", "[1,2]", "[[1,2],[3,17]]", "[[1,2],[3,-1]]"]
+)
 def test_invalid_spans_are_refused_with_the_key_and_the_requirement(spans):
     message = (
-        r"variant\.attention.*span\.spans=.*(2 lists.*2 spans|from 0 to model\.span=16)|spans\.0=1: must be a list"
+        r"variant\.attention.*span\.spans=.*(2 lists.*2 spans|from 0 to "
+        r"model\.span=16)|spans\.0=1: must be a list"
     )
     with pytest.raises(ValueError, match=message):
         plan(*TINY, "variant=replayed_spans", f"variant.attention.span.spans={spans}").make_model()

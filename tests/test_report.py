@@ -23,7 +23,24 @@ from tests.bench_rows import DATA, cost_row, peer_row, write_lines, write_rows, 
 from tests.fixed_rows import change, text_of, write_fixed_rows
 
 GOLDEN = Path(__file__).parent / "golden_report"
-JUNK = (None, True, -1, 0, 3, 10**40, 0.5, float("nan"), "", "text", "\ud800|*", [], {}, [{}], [1.0, None], {"a": "b"})
+JUNK = (
+    None,
+    True,
+    -1,
+    0,
+    3,
+    10**40,
+    0.5,
+    float("nan"),
+    "",
+    "text",
+    "\ud800|*",
+    [],
+    {},
+    [{}],
+    [1.0, None],
+    {"a": "b"},
+)
 
 
 def tables(folder: Path) -> dict[str, Table]:
@@ -64,7 +81,10 @@ def test_only_runs_of_recall_have_a_reach(tmp_path):
     for name in ("recall", "state_tracking"):  # labels of the latter are numbers of steps
         run = write_run(tmp_path / name, variant="mhsa", valid_bits_per_copy={"2": 0.6})
         change(run, data={"name": name, "bytes": 4_000_000, "sha256": name[:2] * 32})
-    assert [any("reach" in heading for heading in headings(table)) for table in tables(tmp_path).values()] == [
+    assert [
+        any("reach" in heading for heading in headings(table))
+        for table in tables(tmp_path).values()
+    ] == [
         True,
         False,
     ]
@@ -84,11 +104,22 @@ ROTARY = {"_target_": "variants.position.Rotary"}
 
 def test_scores_of_equal_numerics_are_pooled_over_commits_but_times_are_not(tmp_path):
     for seed in range(3):
-        attention = {"_target_": f"variants.moved_{seed}.Attention"} | ({"key_shift": False} if seed else {})
+        attention = {"_target_": f"variants.moved_{seed}.Attention"} | (
+            {"key_shift": False} if seed else {}
+        )
         config = {"variant": {"name": "mhsa", "numerics": 1, "attention": attention}}
         config |= {"check": True} if seed else {}
-        keywords = {"config": config, "numerics": NUMERICS, "source": f"{seed}" * 64, "tree": f"{seed}" * 64}
-        change(write_run(tmp_path / str(seed), variant="mhsa", seed=seed), commit=f"{seed}" * 40, **keywords)
+        keywords = {
+            "config": config,
+            "numerics": NUMERICS,
+            "source": f"{seed}" * 64,
+            "tree": f"{seed}" * 64,
+        }
+        change(
+            write_run(tmp_path / str(seed), variant="mhsa", seed=seed),
+            commit=f"{seed}" * 40,
+            **keywords,
+        )
     (table,) = tables(tmp_path).values()
     assert column(table, "n")[0] == "3" and "bytes/s" not in headings(table)
     assert "Commit 00000000, 11111111 and 22222222." in table.notes
@@ -100,8 +131,17 @@ def test_scores_of_equal_numerics_are_pooled_over_commits_but_times_are_not(tmp_
         {"numerics": {"variant": 2, "shared": 1}},
         {"device_kind": "cuda"},
         {"pretrained": {"variant": "mhsa", "data": DATA, "bytes_seen": 640}},
-        {"optimizers": [{"name": "matrices", "optimizer": "Muon", "share": 1.0, "products": ["bfloat16"]}]},
-        {"config": {"variant": {"name": "mhsa"}, "position": {"_target_": "variants.position.Alibi"}}},
+        {
+            "optimizers": [
+                {"name": "matrices", "optimizer": "Muon", "share": 1.0, "products": ["bfloat16"]}
+            ]
+        },
+        {
+            "config": {
+                "variant": {"name": "mhsa"},
+                "position": {"_target_": "variants.position.Alibi"},
+            }
+        },
         {"config": {"variant": {"name": "mhsa", "a": {"key_shift": True}}, "position": ROTARY}},
     ],
 )
@@ -121,8 +161,13 @@ def test_runs_with_and_without_a_test_score_share_a_table(tmp_path):
     write_run(tmp_path, variant="mhsa", seed=1, capped={"valid": 1000}, test_bits_per_byte=None)
     write_run(tmp_path, variant="adaptive_span", capped={"valid": 1000, "test": 1000})
     table = tables(tmp_path)["runs-1"]
-    assert column(table, "n")[:2] == ["1", "2"] and column(table, "variant")[:2] == ["adaptive_span", "mhsa"]
-    assert column(table, "test, bits per byte")[:2] == ["2.4300*", ""], "a mean over only some seeds must not be shown"
+    assert column(table, "n")[:2] == ["1", "2"] and column(table, "variant")[:2] == [
+        "adaptive_span",
+        "mhsa",
+    ]
+    assert column(table, "test, bits per byte")[:2] == ["2.4300*", ""], (
+        "a mean over only some seeds must not be shown"
+    )
     assert "on valid" in table.caption
 
 
@@ -132,11 +177,18 @@ def test_scores_on_test_are_counted_with_those_of_failed_runs_and_later_evaluati
     (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{")
     change(write_run(tmp_path, variant="adaptive_span"), status="failed", error="late")
     (write_run(tmp_path, variant="all_attention") / "summary.json").unlink()
-    assert "Test was scored 5 times in the folders that were read." in tables(tmp_path)["runs-1"].notes
+    assert (
+        "Test was scored 5 times in the folders that were read." in tables(tmp_path)["runs-1"].notes
+    )
 
 
 def test_the_reference_is_the_shipped_mechanism(tmp_path):
-    change(write_run(tmp_path, variant="mhsa", bits=1.0), check="passed", source="aa" * 32, numerics=NUMERICS)
+    change(
+        write_run(tmp_path, variant="mhsa", bits=1.0),
+        check="passed",
+        source="aa" * 32,
+        numerics=NUMERICS,
+    )
     change(write_run(tmp_path, variant="adaptive_span", bits=2.0), numerics=NUMERICS)
     assert "Differences" not in tables(tmp_path)["runs-1"].caption
     change(write_run(tmp_path / "shipped", variant="mhsa", bits=3.0), numerics=NUMERICS)
@@ -146,10 +198,14 @@ def test_the_reference_is_the_shipped_mechanism(tmp_path):
 
 
 def test_runs_of_a_search_for_settings_by_an_older_version_are_named_but_not_shown(tmp_path):
-    run = write_run(tmp_path, seed=100, config={"variant": {"name": "mhsa"}, "trial": 3, "space": {}})
+    run = write_run(
+        tmp_path, seed=100, config={"variant": {"name": "mhsa"}, "trial": 3, "space": {}}
+    )
     change(run, purpose="tune", point={"optim.lr": 0.5})
     rows = Rows([tmp_path])
-    assert rows.frame.empty and rows.omitted == [f"not shown: {run}: a run of a search for settings"]
+    assert rows.frame.empty and rows.omitted == [
+        f"not shown: {run}: a run of a search for settings"
+    ]
 
 
 def test_a_folder_that_is_named_twice_or_linked_is_read_once(tmp_path):
@@ -165,12 +221,21 @@ def test_a_folder_that_is_named_twice_or_linked_is_read_once(tmp_path):
 @pytest.mark.parametrize(
     "line, reason",
     [
-        (json.dumps({key: value for key, value in cost_row().items() if key != "source"}), "source is missing"),
-        (json.dumps(cost_row(format=FORMAT - 1)), f"it is of format {FORMAT - 1}, and this code reads format {FORMAT}"),
+        (
+            json.dumps({key: value for key, value in cost_row().items() if key != "source"}),
+            "source is missing",
+        ),
+        (
+            json.dumps(cost_row(format=FORMAT - 1)),
+            f"it is of format {FORMAT - 1}, and this code reads format {FORMAT}",
+        ),
         (json.dumps(cost_row(kind="guess")), "kind is 'guess'"),
         ('{"kind": "cost", ', "not JSON"),
         ("null", "not JSON"),
-        *((json.dumps(cost_row()).replace('"length": 512', f'"length": {n}'), "") for n in ("NaN", "1" + "0" * 5000)),
+        *(
+            (json.dumps(cost_row()).replace('"length": 512', f'"length": {n}'), "")
+            for n in ("NaN", "1" + "0" * 5000)
+        ),
     ],
 )
 def test_an_invalid_line_is_refused_with_a_reason_and_valid_ones_are_read(tmp_path, line, reason):
@@ -179,7 +244,9 @@ def test_an_invalid_line_is_refused_with_a_reason_and_valid_ones_are_read(tmp_pa
         file.write(f"{line}\n" * 3 + json.dumps(cost_row()))
     rows = Rows([tmp_path])
     assert len(rows.frame) == 2
-    assert re.fullmatch(re.escape(f"refused: {path}: line 2: {reason}") + r".* \(and 2 more lines\)", *rows.omitted)
+    assert re.fullmatch(
+        re.escape(f"refused: {path}: line 2: {reason}") + r".* \(and 2 more lines\)", *rows.omitted
+    )
 
 
 def test_unfinished_corrupt_and_incomparable_runs_are_named_but_not_shown(tmp_path):
@@ -198,7 +265,9 @@ def test_unfinished_corrupt_and_incomparable_runs_are_named_but_not_shown(tmp_pa
     reasons = "\n".join(rows.omitted)
     assert f"not finished, not shown: {folders[1]}: no summary yet" in reasons
     differ = "not of the run in record.jsonl: config_hash differs"
-    assert all(words in reasons for words in ("summary.json: line 1: not JSON", differ, "line 4: not JSON"))
+    assert all(
+        words in reasons for words in ("summary.json: line 1: not JSON", differ, "line 4: not JSON")
+    )
     assert all(f"{check}: not compared" in reasons for check in INCOMPARABLE_CHECKS)
     assert f"{folders[4] / 'record.jsonl'}: line 1: " in reasons
 
@@ -207,12 +276,20 @@ def test_costs_have_percentiles_from_20_calls_on_and_tables_by_machine_and_sourc
     many = {"train_ms": {"p20": 1.0, "p50": 2.0, "p80": 3.0, "n": 20}}
     write_rows(
         tmp_path,
-        [cost_row(), cost_row(variant="local", time=many), cost_row(device="Another"), cost_row(source="aa" * 32)],
+        [
+            cost_row(),
+            cost_row(variant="local", time=many),
+            cost_row(device="Another"),
+            cost_row(source="aa" * 32),
+        ],
     )
     rows = [peer_row(), peer_row(name="mhsa"), peer_row(job="another")]
     write_rows(tmp_path, rows, name="20261121-000000-peers")
     by_name = tables(tmp_path)
-    assert sorted(by_name) == ["cost-1", "cost-2", "cost-3", "peers-1", "peers-2"] and len(by_name["cost-2"].rows) == 1
+    assert (
+        sorted(by_name) == ["cost-1", "cost-2", "cost-3", "peers-1", "peers-2"]
+        and len(by_name["cost-2"].rows) == 1
+    )
     assert column(by_name["cost-1"], "step, ms") == ["2.00", "51.20"]
     assert column(by_name["cost-1"], "step, 20 to 80%") == ["1.00 to 3.00", ""]
     assert column(by_name["peers-1"], "relative speed") == ["1.000", "1.000"]
@@ -230,7 +307,8 @@ def mutated(random: Random, row: dict) -> dict:
         if random.random() < 0.3 and len(node) > 1:
             del node[key]
         else:
-            node[key] = copy.deepcopy(random.choice(JUNK))  # a copy, so that no value contains itself
+            # a copy, so that no value contains itself
+            node[key] = copy.deepcopy(random.choice(JUNK))
     return row
 
 
@@ -247,7 +325,8 @@ def test_arbitrary_changes_of_rows_and_runs_cause_no_error(tmp_path_factory, see
     lines = read_rows(run / name)
     index = random.randrange(len(lines)) if random.random() < 0.7 else 0
     lines[index] = mutated(random, lines[index])
-    if name == "record.jsonl" and index == 0 and random.random() < 0.7:  # the same change in both files
+    # the same change in both files
+    if name == "record.jsonl" and index == 0 and random.random() < 0.7:
         summary = json.loads((run / "summary.json").read_text())
         shared = {key: lines[0][key] for key in lines[0].keys() & summary.keys() - {"kind"}}
         (run / "summary.json").write_text(json.dumps(summary | shared))
@@ -269,7 +348,9 @@ def table_of(*rows: tuple[Cell, Cell]) -> Table:
 @pytest.mark.parametrize("name", [r"a$\frac$b.bin", "a${x}$b_{.bin", r"\$a$"])
 def test_a_dollar_in_a_name_begins_no_formula(name):
     with drawing.styled():
-        figure, (ax,) = drawing.panels(1, 1, width=4.0, height=3.0, title=9 * f"{name} ", subtitle="")
+        figure, (ax,) = drawing.panels(
+            1, 1, width=4.0, height=3.0, title=9 * f"{name} ", subtitle=""
+        )
         ax.plot([1, 2], [1, 2], label=name)
         ax.set_xlabel(name)
         drawing.add_legend(ax)
@@ -285,7 +366,13 @@ def test_csv_has_unrounded_numbers_and_a_column_for_marks():
     )
     to_csv(table).encode("utf-8", "replace")
     rows = list(csv.reader(io.StringIO(to_csv(table))))
-    assert rows[:3] == [["variant", "bits", "bits (mark)"], ["a, b", "2.40001", "*"], ["'=1+1", "12.2", "~"]]
+    assert rows[:3] == [
+        ["variant", "bits", "bits (mark)"],
+        ["a, b", "2.40001", "*"],
+        ["'=1+1", "12.2", "~"],
+    ]
     assert rows[3:] == [["big", "", ""], ["a?b", "1.5", "leak"]]
     plain = table_of((Cell(text="a"), Cell(text="-1.2e-05", value=-1.2e-5)))
-    assert to_csv(plain) == "variant,bits\na,-1.2e-05\n", "a table without marks has no column for them"
+    assert to_csv(plain) == "variant,bits\na,-1.2e-05\n", (
+        "a table without marks has no column for them"
+    )

@@ -1,4 +1,5 @@
-"""``python -m bench.report``: the files that it writes and removes, and the mistakes that it refuses."""
+"""``python -m bench.report``: the files that it writes and removes, and the mistakes that it
+refuses."""
 
 import subprocess
 import sys
@@ -20,7 +21,9 @@ def test_the_command_writes_all_files_without_torch_and_removes_outdated_ones(tm
     write_run(rows, variant="adaptive_span", valid_bits_per_copy={"64": 0.1})
     write_rows(rows, [cost_row(length=n) for n in (256, 512)] + [peer_row(), {"kind": "cost"}])
     words = [sys.executable, "-c", CODE, str(rows), "--out", str(out)]
-    process = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    process = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
+    )
     assert process.returncode == 0, process.stderr
     figures = {path.name.partition("-")[0] for path in (out / "figures").glob("*.png")}
     assert figures == {"trade", "curves", "cost"}
@@ -28,8 +31,16 @@ def test_the_command_writes_all_files_without_torch_and_removes_outdated_ones(tm
         assert (out / name).stat().st_size and name in process.stdout
     headings, run = (line.split(",") for line in (out / "runs.csv").read_text().splitlines())
     cells = dict(zip(headings, run, strict=True))
-    assert (cells["variant"], cells["seed"], cells["valid_bits_per_byte"]) == ("adaptive_span", "0.0", "2.4")
-    assert "refused: " in process.stdout and "it is of format 1" in process.stdout and "2.4000" in process.stdout
+    assert (cells["variant"], cells["seed"], cells["valid_bits_per_byte"]) == (
+        "adaptive_span",
+        "0.0",
+        "2.4",
+    )
+    assert (
+        "refused: " in process.stdout
+        and "it is of format 1" in process.stdout
+        and "2.4000" in process.stdout
+    )
     page = (out / "index.html").read_text()
     assert "python train.py variant=adaptive_span seed=0" in page and "Refused: " in page
     (out / "mine.md").write_text("not of the report")

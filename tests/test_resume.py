@@ -1,4 +1,5 @@
-"""A run that was stopped is resumed by the same command. ``faults/test_damaged_checkpoints.py`` has crashed runs."""
+"""A run that was stopped is resumed by the same command. ``faults/test_damaged_checkpoints.py``
+has crashed runs."""
 
 import pytest
 import torch
@@ -22,7 +23,11 @@ from tests.small_runs import (
 
 
 def spans(run: Run) -> list[float]:
-    return [span for layer in run.trainer.model.layers for span in layer["attention"].sublayer.span.fraction.tolist()]
+    return [
+        span
+        for layer in run.trainer.model.layers
+        for span in layer["attention"].sublayer.span.fraction.tolist()
+    ]
 
 
 RESUMED = {
@@ -31,18 +36,25 @@ RESUMED = {
         *(*SPANS, *CARRY, "model.cache=hidden", "position=relative"),
         *("optim=adagrad", "optim.lr=0.003", "optim.schedule.warmup_steps=6"),
     ),
-    "Adagrad, sparse": (*VARIANTS["product_key_memory"], "variant.memory.sparse=true", "optim=adagrad"),
+    "Adagrad, sparse": (
+        *VARIANTS["product_key_memory"],
+        "variant.memory.sparse=true",
+        "optim=adagrad",
+    ),
     "budget of FLOPs": (*SPANS, "budget.flops=1e8"),
 }
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, cwd, monkeypatch, capsys):
+def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(
+    name, cwd, monkeypatch, capsys
+):
     words = RESUMED[name] if "FLOPs" in name else (*RESUMED[name], "budget.steps=13")
     undisturbed, summary = whole_run(*words)
     change_folder(cwd, monkeypatch)
     capsys.readouterr()
-    stop(make_run(*words), step=5)  # between two train rows, and after a validation that made best.pt
+    # between two train rows, and after a validation that made best.pt
+    stop(make_run(*words), step=5)
     assert "the same command resumes the run" in capsys.readouterr().out.splitlines()[-1]
     assert not list(cwd.glob("other/outputs/*/summary.json"))
     resumed = make_run(*words)

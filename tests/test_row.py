@@ -1,4 +1,5 @@
-"""Rows as dataclasses: committed ones are read and written byte for byte, and hostile ones are refused."""
+"""Rows as dataclasses: committed ones are read and written byte for byte, and hostile ones are
+refused."""
 
 import json
 from dataclasses import is_dataclass
@@ -52,7 +53,12 @@ def test_absent_keys_stay_absent_null_stays_null_and_unknown_keys_pass_in_their_
     assert to_json(read) == row and [*to_json(read)] == [*row]
     assert read.metrics is None and read.step is ABSENT
     made = Score(kind="valid", bytes_seen=3, metrics={"x": float("nan")}, clock=None)
-    assert to_json(made) == {"kind": "valid", "bytes_seen": 3, "metrics": {"x": None}, "clock": None}
+    assert to_json(made) == {
+        "kind": "valid",
+        "bytes_seen": 3,
+        "metrics": {"x": None},
+        "clock": None,
+    }
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,13 @@ from tests.small_runs import SMALL, make_run, run_to_end, stop, temporary_cwd  #
 from train import train
 
 IDENTITY = Identity(
-    variant="mhsa", seed=3, config="c" * 64, source="s" * 64, data="d" * 64, device="cpu", precision="float32"
+    variant="mhsa",
+    seed=3,
+    config="c" * 64,
+    source="s" * 64,
+    data="d" * 64,
+    device="cpu",
+    precision="float32",
 )
 
 
@@ -34,8 +40,12 @@ def write_run_folder(outputs: Path, identity: Identity, *, finished: bool) -> Pa
     row |= {"device_kind": identity.device, "precision": identity.precision}
     (path / RECORD).write_text(json.dumps(row) + "\n")
     if finished:
-        summary = bench_rows.identity("summary", variant=identity.variant) | {"budget": {"steps": 4}}
-        (path / SUMMARY).write_text(json.dumps(summary | {"status": "finished", "valid_bits_per_byte": 2.5}))
+        summary = bench_rows.identity("summary", variant=identity.variant) | {
+            "budget": {"steps": 4}
+        }
+        (path / SUMMARY).write_text(
+            json.dumps(summary | {"status": "finished", "valid_bits_per_byte": 2.5})
+        )
     else:
         checkpoint.save(path, {}, step=4, keep=1)
     return path
@@ -53,14 +63,33 @@ def test_the_hash_depends_on_keys_that_can_change_a_number_and_not_on_others():
         node[key] = value
         return config_hash(changed, pinned=PINNED)
 
-    ignored = {"outputs": "moved", "force": True, "record.every_steps": 7, "checkpoint.keep": 5, "data.fallback": None}
+    ignored = {
+        "outputs": "moved",
+        "force": True,
+        "record.every_steps": 7,
+        "checkpoint.keep": 5,
+        "data.fallback": None,
+    }
     unchanged = hash_of("seed", config["seed"])
-    covered = {"seed": 1, "model.span": 17, "optim.lr": 0.1, "batch.streams": 3, "eval.bytes": 300, "data.seed": 1}
-    covered |= {"check": False, "runtime.precision": "bfloat16", "runtime.threads": 2, "budget.steps": 9}
+    covered = {
+        "seed": 1,
+        "model.span": 17,
+        "optim.lr": 0.1,
+        "batch.streams": 3,
+        "eval.bytes": 300,
+        "data.seed": 1,
+    }
+    covered |= {
+        "check": False,
+        "runtime.precision": "bfloat16",
+        "runtime.threads": 2,
+        "budget.steps": 9,
+    }
     covered |= {"variant.name": "another"}
     assert all(hash_of(*pair) == unchanged for pair in ignored.items())
     assert len({unchanged, *(hash_of(*pair) for pair in covered.items())}) == len(covered) + 1
-    for name, equal in (("enwik8_4m", True), ("text8", False)):  # text8 has no pinned digest, so its path counts
+    # text8 has no pinned digest, so its path counts
+    for name, equal in (("enwik8_4m", True), ("text8", False)):
         config["data"]["name"] = name
         assert (hash_of("data.path", "a.xz") == hash_of("data.path", "b/a.xz")) == equal
 
@@ -79,8 +108,13 @@ def test_a_run_that_another_process_has_finished_since_it_was_prepared_is_return
     scores = run_to_end(first)
     assert "resuming at " in capsys.readouterr().out
     written_ns = (first.folder.path / SUMMARY).stat().st_mtime_ns
-    assert train(second) == scores["valid_bits_per_byte"] and "finished before: " in capsys.readouterr().out
-    assert (first.folder.path / SUMMARY).stat().st_mtime_ns == written_ns, "a finished run was trained again"
+    assert (
+        train(second) == scores["valid_bits_per_byte"]
+        and "finished before: " in capsys.readouterr().out
+    )
+    assert (first.folder.path / SUMMARY).stat().st_mtime_ns == written_ns, (
+        "a finished run was trained again"
+    )
 
 
 def test_golden_numbers_do_not_pin_an_edited_tree(monkeypatch):
@@ -90,7 +124,10 @@ def test_golden_numbers_do_not_pin_an_edited_tree(monkeypatch):
         monkeypatch.setattr(summary, "commit", lambda commit=commit: commit)
         row = summary.run_origin(run.trainer, run.folder.identity, command="")
         versions.append(code_version(to_json(row)))
-    assert versions == [{"numerics": {"variant": 1, "shared": NUMERICS}}, {"source": run.folder.identity.source}]
+    assert versions == [
+        {"numerics": {"variant": 1, "shared": NUMERICS}},
+        {"source": run.folder.identity.source},
+    ]
 
 
 @pytest.mark.parametrize("content", ["[]", "{"])

@@ -40,9 +40,15 @@ REFUSED = {
     "CountsWindows": (p.WRITES, r"eval: a forward changed layers\.0\.toy"),
     "RandomInLongSegments": (p.RANDOM, "eval, with another seed:" + MOVED),
     "DetachedChunks": (p.DERIVATIVE, "train: along a direction of .* the loss changes by"),
-    "WrongGradientInFloat32": (p.PRECISION, "train, float32 against float64: an error of .* of the gradient of"),
+    "WrongGradientInFloat32": (
+        p.PRECISION,
+        "train, float32 against float64: an error of .* of the gradient of",
+    ),
     "LeaksInBfloat16": (p.FUTURE_EVAL, "eval, .*, in bfloat16:" + MOVED),
-    "NegativeInBfloat16": (p.PRECISION, "train, bfloat16 against float64: an error of .* of logits"),
+    "NegativeInBfloat16": (
+        p.PRECISION,
+        "train, bfloat16 against float64: an error of .* of logits",
+    ),
     **dict.fromkeys(
         ("AttentionWithoutItsFlops", "ComputesAtRepeats"),
         (p.IDEAL, r"layers\.0\.toy: ideal is 0\.\d+ of [\d,]+ executed"),
@@ -65,14 +71,19 @@ def test_a_fault_that_small_sizes_hide_is_refused(name, monkeypatch):
 
 SMALL = {
     "CheapBackward": (p.IDEAL, r"layers\.0\.toy: NeededFlops.*no less backward"),
-    "ReadsItsWholeTable": (p.TABLES, r"layers\.0\.toy: one byte reads 1024 rows of table, but tables declares 8"),
+    "ReadsItsWholeTable": (
+        p.TABLES,
+        r"layers\.0\.toy: one byte reads 1024 rows of table, but tables declares 8",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_wrong_declaration_of_costs_is_refused(name):
     promise, pattern = SMALL[name]
-    finding = next(finding for finding in findings(toy(getattr(broken, name), *SIZES)) if not finding.passed)
+    finding = next(
+        finding for finding in findings(toy(getattr(broken, name), *SIZES)) if not finding.passed
+    )
     assert finding.promise == promise and re.match(pattern, finding.detail), finding
 
 
@@ -83,7 +94,9 @@ class WrongGradientInSomeDraws(broken.WrongGradientInFloat32):
 
 def test_a_gradient_that_rounding_changes_in_one_draw_is_no_fault():
     options = {"sizes": (Size("train", 2, 64, False),), "checks": (numerics.PRECISION,)}
-    (finding,) = check(p.model_of(WrongGradientInSomeDraws, layers=1), span=8, vocabulary=31, **options)
+    (finding,) = check(
+        p.model_of(WrongGradientInSomeDraws, layers=1), span=8, vocabulary=31, **options
+    )
     assert finding.passed, finding
 
 
@@ -94,7 +107,9 @@ def test_one_exception_is_described_once():
                 raise IndexError("a multiple of 8")
             return x
 
-    details = [f.detail for f in check(p.model_of(NeedsBlocks), span=5, vocabulary=31) if not f.passed]
+    details = [
+        f.detail for f in check(p.model_of(NeedsBlocks), span=5, vocabulary=31) if not f.passed
+    ]
     assert details[0].startswith("IndexError: a multiple of 8 (eval, ")
     assert set(details[1:]) == {"the same error"}
 

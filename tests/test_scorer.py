@@ -1,4 +1,5 @@
-"""The score of a trained run equals that of a scorer in float64 that shares no code with the product."""
+"""The score of a trained run equals that of a scorer in float64 that shares no code with the
+product."""
 
 import numpy as np
 import pytest
@@ -7,7 +8,13 @@ from harness.record import checkpoint
 from tests.reference.scorer import bits_per_byte
 from tests.small_runs import VARIANTS, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
-TRAINED = ("budget.steps=120", "optim.lr=0.01", "eval.streams=1", "eval.bytes=null", "eval.test=true")
+TRAINED = (
+    "budget.steps=120",
+    "optim.lr=0.01",
+    "eval.streams=1",
+    "eval.bytes=null",
+    "eval.test=true",
+)
 SIZES = {"heads": 2, "span": 16, "ramp": 4, "top_k": 4}
 RAMP = {"all_attention": ("variant.attention.span.ramp=4",)}
 

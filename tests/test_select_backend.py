@@ -1,4 +1,5 @@
-"""Selection of the backend on an untested device: candidates are compared with float64, each in a process."""
+"""Selection of the backend on an untested device: candidates are compared with float64, each in
+a process."""
 
 import json
 
@@ -30,7 +31,8 @@ def untested_cpu(monkeypatch, tmp_path_factory):
 
 @pytest.fixture
 def compared(monkeypatch) -> list[str]:
-    """Names of the compared backends. In a fake worker ``fused`` passes, ``chunked`` hangs, and others fail."""
+    """Names of the compared backends. In a fake worker ``fused`` passes, ``chunked`` hangs, and
+    others fail."""
     names = []
 
     class FakeWorker:
@@ -47,7 +49,11 @@ def compared(monkeypatch) -> list[str]:
             names.append(self.backend)
             if self.backend == "chunked":
                 raise WorkerError("failed", "the process hung: not done after 120 s")
-            return PASSED if self.backend == "fused" else (False, "2e-2 of the gradient of y, at most 1e-4")
+            return (
+                PASSED
+                if self.backend == "fused"
+                else (False, "2e-2 of the gradient of y, at most 1e-4")
+            )
 
     monkeypatch.setattr(select_backend, "WorkerProcess", FakeWorker)
     return names
@@ -55,8 +61,14 @@ def compared(monkeypatch) -> list[str]:
 
 def offering(*offered: str, **runtime_keys: object) -> Plan:
     """A plan whose attention offers these backends."""
-    config = OmegaConf.to_container(compose_config("variant=mhsa", "data=recall", *TINY), resolve=True)
-    target = {"_target_": "tests.candidate_attention.CandidateAttention", "_partial_": True, "offered": list(offered)}
+    config = OmegaConf.to_container(
+        compose_config("variant=mhsa", "data=recall", *TINY), resolve=True
+    )
+    target = {
+        "_target_": "tests.candidate_attention.CandidateAttention",
+        "_partial_": True,
+        "offered": list(offered),
+    }
     config["variant"]["attention"] = target
     config["runtime"] |= runtime_keys
     return plan_run(OmegaConf.create(config), trusted=("tests.candidate_attention",))
@@ -70,7 +82,10 @@ def test_a_wrong_and_a_crashing_candidate_are_rejected_and_a_correct_one_is_sele
     run_plan = offering("kernel", "chunked", "fused")
     selected = with_backend(run_plan, configure_torch(run_plan.runtime))
     choice = selected.backend_choice
-    assert selected.runtime.backend == choice["backend"] == "fused" and selected.config == run_plan.config
+    assert (
+        selected.runtime.backend == choice["backend"] == "fused"
+        and selected.config == run_plan.config
+    )
     assert list(choice["errors"]) == ["kernel", "chunked", "fused"]
     assert "of the gradient of layers.0.attention" in choice["errors"]["kernel"]
     assert "the process ended by SIGSEGV" in choice["errors"]["chunked"]
@@ -85,18 +100,27 @@ def test_on_a_tested_device_or_with_the_plain_backend_nothing_is_compared(monkey
     assert with_backend(run_plan, configure_torch(run_plan.runtime)) is run_plan and not compared
 
 
-def test_a_comparison_is_cached_for_the_jobs_of_a_process_but_a_timeout_is_not(compared, monkeypatch):
+def test_a_comparison_is_cached_for_the_jobs_of_a_process_but_a_timeout_is_not(
+    compared, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")  # no folder
     run_plan = offering("kernel", "chunked", "fused")
     assert select_for(run_plan)["backend"] == "fused" and compared == ["kernel", "chunked", "fused"]
-    assert select_for(run_plan)["errors"]["kernel"].startswith("2e-2 of") and compared[3:] == ["chunked"]
+    assert select_for(run_plan)["errors"]["kernel"].startswith("2e-2 of") and compared[3:] == [
+        "chunked"
+    ]
     for section, keys in {"model": {"heads": 4}, "runtime": {"precision": "bfloat16"}}.items():
         del compared[:]
         config = run_plan.config | {section: run_plan.config[section] | keys}
-        assert select_for(plan_run(OmegaConf.create(config), trusted=run_plan.trust)) and len(compared) == 3, section
+        assert (
+            select_for(plan_run(OmegaConf.create(config), trusted=run_plan.trust))
+            and len(compared) == 3
+        ), section
 
 
-def test_only_a_passed_comparison_of_the_same_source_is_cached_for_later_processes(compared, monkeypatch):
+def test_only_a_passed_comparison_of_the_same_source_is_cached_for_later_processes(
+    compared, monkeypatch
+):
     run_plan = offering("kernel", "fused")
     first = select_for(run_plan)
     monkeypatch.setattr(select_backend, "_comparisons", {})  # as in a new process
@@ -108,14 +132,23 @@ def test_only_a_passed_comparison_of_the_same_source_is_cached_for_later_process
 def test_without_a_correct_candidate_plain_is_selected_with_a_warning(compared, capsys):
     choice = select_for(offering("kernel", "chunked"))
     assert choice["backend"] == "plain" and list(choice["errors"]) == ["kernel", "chunked"]
-    first, second, last = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
-    assert "kernel failed: 2e-2 of the gradient of y" in first and "hung: not done after 120 s" in second
+    first, second, last = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")
+    ]
+    assert (
+        "kernel failed: 2e-2 of the gradient of y" in first
+        and "hung: not done after 120 s" in second
+    )
     assert "plain runs, which is slow" in last
 
 
 def test_a_backend_set_by_name_is_compared_and_its_failure_is_an_error(compared):
-    assert select_for(offering("kernel", "fused", backend="fused"))["backend"] == "fused" and compared == ["fused"]
-    with pytest.raises(ValueError, match=r"runtime.backend=kernel: failed with 2e-2 of.*allowed are auto, plain"):
+    assert select_for(offering("kernel", "fused", backend="fused"))[
+        "backend"
+    ] == "fused" and compared == ["fused"]
+    with pytest.raises(
+        ValueError, match=r"runtime.backend=kernel: failed with 2e-2 of.*allowed are auto, plain"
+    ):
         select_for(offering("kernel", "fused", backend="kernel"))
 
 
@@ -131,7 +164,11 @@ def test_a_run_records_the_selection_of_its_backend_and_resumes_with_it(compared
     resumed = make_run(*words)
     assert resumed.folder.path == run.folder.path and not compared
     summary = run_to_end(resumed)
-    assert not compared and summary["backend"] == "fused" and summary["backend_choice"] == row["backend_choice"]
+    assert (
+        not compared
+        and summary["backend"] == "fused"
+        and summary["backend_choice"] == row["backend_choice"]
+    )
 
 
 # Agreement
@@ -153,12 +190,21 @@ def test_a_correct_backend_passes_the_comparison_also_with_dropout():
     assert passed, detail
 
 
-@pytest.mark.parametrize(("wrong", "words_of_detail"), [("seed", ""), ("nan", "inf of "), ("one number", "")])
-def test_a_wrong_seed_a_nan_or_a_wrong_number_fails_the_comparison(monkeypatch, wrong, words_of_detail):
+@pytest.mark.parametrize(
+    ("wrong", "words_of_detail"), [("seed", ""), ("nan", "inf of "), ("one number", "")]
+)
+def test_a_wrong_seed_a_nan_or_a_wrong_number_fails_the_comparison(
+    monkeypatch, wrong, words_of_detail
+):
     correct = chunked.attend
 
     def attend(q, *arguments, seed, **keywords):
-        y = correct(q, *arguments, seed=seed + 1 if wrong == "seed" and q.dtype == torch.float32 else seed, **keywords)
+        y = correct(
+            q,
+            *arguments,
+            seed=seed + 1 if wrong == "seed" and q.dtype == torch.float32 else seed,
+            **keywords,
+        )
         if wrong == "nan":
             y = torch.where(torch.arange(y.shape[2])[:, None] == y.shape[2] - 1, torch.nan, y)
         if wrong == "one number" and q.dtype == torch.float32:
@@ -166,6 +212,11 @@ def test_a_wrong_seed_a_nan_or_a_wrong_number_fails_the_comparison(monkeypatch, 
         return y
 
     monkeypatch.setattr(chunked, "attend", attend)
-    words = ("variant=mhsa", "variant.layers=[attention]", "runtime.backend=chunked", "model.dropout=0.2")
+    words = (
+        "variant=mhsa",
+        "variant.layers=[attention]",
+        "runtime.backend=chunked",
+        "model.dropout=0.2",
+    )
     passed, detail = compare_with_float64(*words)
     assert not passed and words_of_detail in detail, detail

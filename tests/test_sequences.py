@@ -137,14 +137,18 @@ def test_a_sample_has_whole_sequences_spread_over_the_split():
 def test_a_sequence_is_scored_without_state_from_before_it():
     trainer = make_trainer(*RECALL, "model.head_zero_init=false")
     model, split = trainer.model.eval(), trainer.corpus.splits["test"][: 16 * 7].clone()
-    split[::16] = model(torch.tensor([[NEWLINE]])).logits.argmax()  # so that some targets are likeliest
+    # so that some targets are likeliest
+    split[::16] = model(torch.tensor([[NEWLINE]])).logits.argmax()
     rows = split.view(7, 16).long()
     logits = torch.cat([model(F.pad(row[:-1], (1, 0), value=NEWLINE)[None]).logits for row in rows])
     nats = F.cross_entropy(logits.transpose(1, 2), rows, reduction="none")
     sizes = {"sequence": 16, "batch": 3}
     score = score_sequences(model, split, runtime=trainer.runtime, future_seed=0, **sizes)
     torch.testing.assert_close(score.nats, nats.flatten(), rtol=0, atol=1e-5)
-    assert torch.equal(score.correct, logits.argmax(-1).flatten() == split.long()) and score.correct.any()
+    assert (
+        torch.equal(score.correct, logits.argmax(-1).flatten() == split.long())
+        and score.correct.any()
+    )
     masks = trainer.corpus.answer_masks(split)
     expected = nats[:, 5::2].mean().item() / log(2)
     assert score.answers(masks)["bits_per_copy"]["all"] == pytest.approx(expected, abs=1e-5)

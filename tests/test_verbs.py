@@ -14,7 +14,13 @@ from tests.small_runs import MEMORY
 from tests.timeouts import TIMEOUT_SECONDS
 from windtunnel.verbs import run_verb
 
-WORDS = (*GENERATED, "variant=adaptive_span_memory", *MEMORY, "position=relative", "model.tied=true")
+WORDS = (
+    *GENERATED,
+    "variant=adaptive_span_memory",
+    *MEMORY,
+    "position=relative",
+    "model.tied=true",
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +43,9 @@ def test_generate_prints_the_prompt_and_what_the_model_adds_to_it(outputs, capsy
     assert "error: prompt: is empty" in capsys.readouterr().err
 
 
-def test_compare_prints_the_table_of_a_folder_and_writes_nothing(outputs, capsys, monkeypatch, tmp_path):
+def test_compare_prints_the_table_of_a_folder_and_writes_nothing(
+    outputs, capsys, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     assert run_verb(["compare", str(outputs)]) == 0
     assert "adaptive_span_memory" in capsys.readouterr().out and not [*tmp_path.iterdir()]
@@ -45,7 +53,9 @@ def test_compare_prints_the_table_of_a_folder_and_writes_nothing(outputs, capsys
     assert capsys.readouterr().err.startswith("error: outputs: must be a folder with runs")
 
 
-def test_an_exported_run_is_the_same_model_and_stores_shared_tensors_once(outputs, capsys, tmp_path):
+def test_an_exported_run_is_the_same_model_and_stores_shared_tensors_once(
+    outputs, capsys, tmp_path
+):
     run = run_folders(outputs)[0]
     assert run_verb(["export", str(run), "--out", str(tmp_path / "exported")]) == 0
     assert "model.safetensors" in capsys.readouterr().out
@@ -62,11 +72,15 @@ def test_an_exported_run_is_the_same_model_and_stores_shared_tensors_once(output
     assert exported.about["variant"] == "adaptive_span_memory"
 
 
-def test_a_command_that_is_given_a_failed_run_says_why_it_failed_and_which_one_finished(outputs, monkeypatch):
+def test_a_command_that_is_given_a_failed_run_says_why_it_failed_and_which_one_finished(
+    outputs, monkeypatch
+):
     failed = train(*WORDS, "optim.lr=1e30", "seed=7", f"outputs={outputs}")
     assert failed.code == 3, failed
     finished = {folder.name for folder in run_folders(outputs)[:2]}
-    with pytest.raises(ValueError, match=r"must be a run folder with .*; this run has diverged \(") as refused:
+    with pytest.raises(
+        ValueError, match=r"must be a run folder with .*; this run has diverged \("
+    ) as refused:
         windtunnel.load(outputs / "latest")
     assert str(refused.value).rpartition(" is ")[2] in finished
 
@@ -106,7 +120,11 @@ def test_the_command_lists_its_commands_and_its_version_without_torch_and_refuse
 
     shown, version, refused = run("--help"), run("--version"), run("generat")
     assert (shown.returncode, version.returncode, refused.returncode) == (0, 0, 2)
-    assert all(f"  {name} " in shown.stdout for name in ("train", "compare", "generate", "export", "check"))
+    assert all(
+        f"  {name} " in shown.stdout for name in ("train", "compare", "generate", "export", "check")
+    )
     assert re.fullmatch(r"attention-windtunnel \d+\.\d+\.\d+\n", version.stdout)
     assert "generat: no such command (did you mean generate?)" in refused.stderr
-    assert not re.search(r"\| +(torch|numpy|hydra)\n", shown.stderr + version.stderr + refused.stderr)
+    assert not re.search(
+        r"\| +(torch|numpy|hydra)\n", shown.stderr + version.stderr + refused.stderr
+    )

@@ -28,13 +28,21 @@ print(windtunnel.load("outputs/latest").about["command"])
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
-    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True)
+    listed = subprocess.check_output(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True
+    )
     wanted = (*PARTS, "train.py", "pyproject.toml", "README.md", "LICENSE")
     for name in listed.splitlines():  # copied, because building creates folders
-        if name.partition("/")[0] in wanted and not name.startswith("bench/results/") and (ROOT / name).exists():
+        if (
+            name.partition("/")[0] in wanted
+            and not name.startswith("bench/results/")
+            and (ROOT / name).exists()
+        ):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    subprocess.run([sys.executable, "-c", BUILD, str(folder)], cwd=source, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", BUILD, str(folder)], cwd=source, check=True, capture_output=True
+    )
     (file,) = folder.glob("*.whl")
     return file
 
@@ -50,9 +58,16 @@ def test_the_wheel_contains_every_file_of_the_product(wheel):
 
 
 def test_every_command_of_bench_is_a_command_of_windtunnel():
-    # train is not of bench, bench and command are included by other files, and evidence is for this project only.
-    commands = {path.stem for path in (ROOT / "conf").glob("*.yaml")} - {"train", "bench", "command", "evidence"}
-    assert {*COMMANDS} - {*VERBS, "train"} == commands | {"report"}  # report has no configuration file
+    # train is not of bench, bench and command are included by other files, and evidence is for this
+    # project only.
+    commands = {path.stem for path in (ROOT / "conf").glob("*.yaml")} - {
+        "train",
+        "bench",
+        "command",
+        "evidence",
+    }
+    # report has no configuration file
+    assert {*COMMANDS} - {*VERBS, "train"} == commands | {"report"}
 
 
 def test_an_installed_wheel_trains_and_loads_the_run_in_an_empty_folder(wheel, tmp_path):

@@ -1,4 +1,5 @@
-"""``WorkerProcess``: an object in a new process whose methods are called one at a time, and how the process ends."""
+"""``WorkerProcess``: an object in a new process whose methods are called one at a time, and how
+the process ends."""
 
 import os
 import signal
@@ -56,10 +57,13 @@ def test_an_object_keeps_its_state_between_calls_in_a_process_of_its_own(tmp_pat
     monkeypatch.chdir(tmp_path)
     with WorkerProcess(Toy, 3) as first, WorkerProcess(Toy, 10) as second:
         assert first.call("add", 1) == 4 and second.call("add", 1) == 11
-        assert first.call("add", 2, twice=True) == 8 and first.call("call_another", 3) == 4, "workers may be nested"
+        assert first.call("add", 2, twice=True) == 8 and first.call("call_another", 3) == 4, (
+            "workers may be nested"
+        )
         (first_pid, folder), (second_pid, _) = first.call("locate"), second.call("locate")
         assert len({os.getpid(), first_pid, second_pid}) == 3 and Path(folder).samefile(tmp_path)
-        with pytest.raises(ValueError, match="number=-1: must be at least 0"):  # ValueError keeps its type
+        # ValueError keeps its type
+        with pytest.raises(ValueError, match="number=-1: must be at least 0"):
             WorkerProcess(Toy, -1).call("locate")
     with pytest.raises(ProcessLookupError):
         os.kill(first_pid, 0)
@@ -75,7 +79,10 @@ def test_an_allocation_above_the_memory_limit_is_out_of_memory():
 
 @pytest.mark.parametrize(
     "method_call, status, reason",
-    [(("die", signal.SIGKILL), "out of memory", "SIGKILL"), (("fail",), "failed", "^KeyError: 'missing'$")],
+    [
+        (("die", signal.SIGKILL), "out of memory", "SIGKILL"),
+        (("fail",), "failed", "^KeyError: 'missing'$"),
+    ],
 )
 def test_the_reason_for_the_end_of_a_process_is_one_line(method_call, status, reason):
     worker = WorkerProcess(Toy, 0)

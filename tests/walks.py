@@ -1,7 +1,7 @@
 """Counts functions of ours between two places, by tracing: ``python -m tests.walks [names]``.
 
-Python 3.11 only. Comprehensions, generator expressions, tests and packages do not count; lambdas do.
-A function *carries* a number if it returns or yields a value that contains it, also as text."""
+Python 3.11 only. Comprehensions, generator expressions, tests and packages do not count; lambdas
+do. A function *carries* a number if it returns or yields a value that contains it, also as text."""
 
 import contextlib
 import math

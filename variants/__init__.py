@@ -1,7 +1,8 @@
 """The mechanisms. They need only torch and einops, and can be used without the harness.
 
-Dimensions, unless a file redefines a letter: B streams, T bytes in a segment, S positions that a query may see, L keys,
-D width, H heads, K head width, N persistent vectors, C half-keys per set, M memory slots (C x C), V byte values.
+Dimensions, unless a file redefines a letter: B streams, T bytes in a segment, S positions that a
+query may see, L keys, D width, H heads, K head width, N persistent vectors, C half-keys per set, M
+memory slots (C x C), V byte values.
 
 To add a mechanism, write one class and two small YAML files::
 
@@ -21,5 +22,6 @@ To add a mechanism, write one class and two small YAML files::
     at: {}
     groups: {}
 
-A mechanism that sees past bytes also declares ``honours`` and ``reach()``, as in ``docs/adding_a_variant.md``. The
-contract is in ``contract.py``; ``python -m bench.check -cd my_conf trust=[my_file] variant=mine`` checks a variant."""
+A mechanism that sees past bytes also declares ``honours`` and ``reach()``, as in
+``docs/adding_a_variant.md``. The contract is in ``contract.py``; ``python -m bench.check -cd
+my_conf trust=[my_file] variant=mine`` checks a variant."""

@@ -1,13 +1,17 @@
 """Adaptive attention span: every head learns the number of past keys that it sees (1905.07799).
 
-    m_z(x) = clamp((R + z - x) / R, 0, 1),   a_tx = m_z(x) exp(s_tx) / sum_y m_z(y) exp(s_ty)          (section 2.2)
-    loss = NLL + lambda / H * sum of z over all heads of all layers     (m: ``soft_mask`` in ``kernels/window.py``)
+    m_z(x) = clamp((R + z - x) / R, 0, 1),   a_tx = m_z(x) exp(s_tx) / sum_y m_z(y) exp(s_ty)
+    (section 2.2)
+    loss = NLL + lambda / H * sum of z over all heads of all layers
+    (m: ``soft_mask`` in ``kernels/window.py``)
 
-z = S * fraction: each head learns a fraction in [0, 1], clamped after every optimizer step. x counts visible keys from
-the nearest, x = 0. Keys beyond a head's z + R, rounded up (``bucket``), are not read.
+z = S * fraction: each head learns a fraction in [0, 1], clamped after every optimizer step. x
+counts visible keys from the nearest, x = 0. Keys beyond a head's z + R, rounded up (``bucket``),
+are not read.
 
-In the dynamic span (end of section 2.2) z depends on the input: z_t = S * sigmoid(v . x_t + b) per head. Attention
-still computes the whole window; ``ideal_flops`` counts only the S * sigmoid(b) + R keys that a zero input sees."""
+In the dynamic span (end of section 2.2) z depends on the input: z_t = S * sigmoid(v . x_t + b) per
+head. Attention still computes the whole window; ``ideal_flops`` counts only the S * sigmoid(b) +
+R keys that a zero input sees."""
 
 import math
 from collections.abc import Sequence
@@ -21,8 +25,8 @@ from variants.kernels.window import soft_mask
 
 
 def bucket(max_keys: int) -> int:
-    """Round up to a multiple of a step, so that learned spans have few shapes. The step is 64 below 256 keys, and 1/4
-    to 1/2 of ``max_keys`` from 256 on."""
+    """Round up to a multiple of a step, so that learned spans have few shapes. The step is 64 below
+    256 keys, and 1/4 to 1/2 of ``max_keys`` from 256 on."""
     step = max(64, 2 ** (max_keys.bit_length() - 2))
     return -(-max_keys // step) * step
 
@@ -32,7 +36,8 @@ class SoftSpan(AttentionSpan):
 
     Args:
         ramp: R, number of keys over which the mask falls from 1 to 0; at least 1.
-        loss_weight: lambda, in nats per byte and key of span; the loss is lambda times the mean of z."""
+        loss_weight: lambda, in nats per byte and key of span; the loss is lambda times the mean
+            of z."""
 
     def __init__(self, context: LayerContext, *, ramp: int, loss_weight: float):
         super().__init__(context)
@@ -71,7 +76,9 @@ class AdaptiveSpan(SoftSpan):
     ):
         super().__init__(context, ramp=ramp, loss_weight=loss_weight)
         if not 0 <= initial <= 1:
-            raise ValueError(f"span.initial={initial}: allowed are fractions of the span, from 0 to 1")
+            raise ValueError(
+                f"span.initial={initial}: allowed are fractions of the span, from 0 to 1"
+            )
         self.fraction = nn.Parameter(torch.full((context.heads,), float(initial)))
         set_shapes(self)
 
@@ -83,16 +90,19 @@ class AdaptiveSpan(SoftSpan):
         self.fraction.clamp_(0, 1)
 
     def lengths(self) -> Tensor:
-        """Return the end of each head's ramp, z + R keys ``[H]``, with the rounding errors of ``window.soft_mask``."""
+        """Return the end of each head's ramp, z + R keys ``[H]``, with the rounding errors of
+        ``window.soft_mask``."""
         return self.fraction * self.span + self.ramp
 
     def set_lengths(self, lengths: Sequence[float]) -> None:
-        # The key at the end of the ramp, x = z + R, has weight 0 but still a gradient, so it is computed.
+        # The key at the end of the ramp, x = z + R, has weight 0 but still a gradient, so it is
+        # computed.
         max_keys = (min(self.span, bucket(int(end) + 1)) for end in lengths)
         self.set_keys(max_keys, (min(self.span, math.ceil(end)) for end in lengths))
 
     def keys_to_carry(self) -> tuple[int, ...]:
-        return tuple(min(self.span, bucket(n + 1)) for n in self.max_keys)  # a step may move a span to the next bucket
+        # a step may move a span to the next bucket
+        return tuple(min(self.span, bucket(n + 1)) for n in self.max_keys)
 
     @torch.no_grad()
     def set_span(self, span: int) -> None:
@@ -120,7 +130,14 @@ class DynamicSpan(SoftSpan):
 
     constant_spans = False
 
-    def __init__(self, context: LayerContext, *, ramp: int = 32, loss_weight: float = 2e-6, bias: float = -4.0):
+    def __init__(
+        self,
+        context: LayerContext,
+        *,
+        ramp: int = 32,
+        loss_weight: float = 2e-6,
+        bias: float = -4.0,
+    ):
         super().__init__(context, ramp=ramp, loss_weight=loss_weight)
         self.max_span = context.span
         self.gate = nn.Linear(context.d_model, context.heads)

@@ -1,13 +1,16 @@
-"""All-attention: persistent key-value vectors in the softmax of attention, in place of the feed-forward (1907.01470).
+"""All-attention: persistent key-value vectors in the softmax of attention, in place of the
+feed-forward (1907.01470).
 
-A feed-forward block with softmax as non-linearity is attention over constant vectors (section 3.1). So each head of
-each layer has N learned key-value vectors, in one softmax with the context, without positions and without a mask.
+A feed-forward block with softmax as non-linearity is attention over constant vectors (section 3.1).
+So each head of each layer has N learned key-value vectors, in one softmax with the context, without
+positions and without a mask.
 
-    M_k = sqrt(K) * key,   M_v = sqrt(N) * value                                                         (section 4.2)
+    M_k = sqrt(K) * key,   M_v = sqrt(N) * value   (section 4.2)
 
-The factors give M_k and M_v the scale of embeddings, while the parameters ``key`` and ``value`` have the scale of other
-weights. ``key_std`` may be smaller than in the paper: with the paper's initial keys, most of the softmax is on
-persistent vectors at first, which is a disadvantage in a short training."""
+The factors give M_k and M_v the scale of embeddings, while the parameters ``key`` and ``value``
+have the scale of other weights. ``key_std`` may be smaller than in the paper: with the paper's
+initial keys, most of the softmax is on persistent vectors at first, which is a disadvantage in a
+short training."""
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +36,16 @@ class PersistentKV(Part):
         super().__init__()
         number = 2 * context.d_model if number is None else number
         if number < 1:
-            raise ValueError(f"persistent.number={number}: must be at least 1; null for 2 D; persistent=null for none")
+            raise ValueError(
+                f"persistent.number={number}: must be at least 1; null for 2 D; persistent=null "
+                "for none"
+            )
         if key_std < 0:
             raise ValueError(f"persistent.key_std={key_std}: must be at least 0")
         self.number, self.d_head = number, d_head
-        self.key = nn.Parameter(torch.randn(context.heads, number, d_head) * (key_std * d_head**-0.5))
+        self.key = nn.Parameter(
+            torch.randn(context.heads, number, d_head) * (key_std * d_head**-0.5)
+        )
         self.value = nn.Parameter(torch.randn(context.heads, number, d_head) * number**-0.5)
 
     def forward(self) -> tuple[Tensor, Tensor]:

@@ -1,25 +1,33 @@
-"""Multi-head causal attention over the last S positions, the base class of most attention mechanisms.
+"""Multi-head causal attention over the last S positions, the base class of most attention
+mechanisms.
 
-    q, k, v = W_q x, W_k x, W_v x;   s_tx = q_t . k_x / sqrt(K) + position term;   y = W_o concat_h(softmax(s) v)
+    q, k, v = W_q x, W_k x, W_v x;   s_tx = q_t . k_x / sqrt(K) + position term;
+    y = W_o concat_h(softmax(s) v)
 
 (1706.03762, 3.2). Many mechanisms are options of this class: ``span`` learns the span of each head
-(``adaptive_span.py``), and ``persistent`` adds key-value vectors to the softmax (``all_attention.py``). With o_h the
-output of head h, the other options are:
+(``adaptive_span.py``), and ``persistent`` adds key-value vectors to the softmax
+(``all_attention.py``). With o_h the output of head h, the other options are:
 
-- ``kv_heads`` G: query head h reads key-value head floor(h G / H) (2305.13245; G = 1 is 1911.02150). The state has G
-  heads. Backends get H / G copies of each, so state and projections are smaller, but attention is not faster.
-- ``qk_norm``: q / rms(q) and k / rms(k), each times a learned gain per channel, before positions. (2010.04245 has the
-  Euclidean norm and one learned scale in place of 1 / sqrt(K).) Scores of persistent keys use the normalised queries.
+- ``kv_heads`` G: query head h reads key-value head floor(h G / H) (2305.13245; G = 1 is
+  1911.02150). The state has G heads. Backends get H / G copies of each, so state and projections
+  are smaller, but attention is not faster.
+- ``qk_norm``: q / rms(q) and k / rms(k), each times a learned gain per channel, before positions.
+  (2010.04245 has the Euclidean norm and one learned scale in place of 1 / sqrt(K).) Scores of
+  persistent keys use the normalised queries.
 - ``gate``: o_h sigmoid(W_g x), elementwise, before W_o (2505.06708, G1).
-- ``sink``: one learned logit per head in the softmax, with a value of zero: o_h exp(l) / (exp(l) + exp(sink)) in place
-  of o_h, l = log-sum-exp of the scores. The logit starts at 0, and dropout does not apply to it.
-- ``key_shift``: each key is mixed with the key before it, before ``qk_norm`` and positions (``key_shift.py``).
-- ``key_bias``: each head computes b from inputs and adds b_j - b_t to s_tj (``forget_gate.py``); b_j = -inf hides key
-  j. Persistent vectors and sink have no b. The state has b of past keys minus b of the last byte, in float32 or wider.
+- ``sink``: one learned logit per head in the softmax, with a value of zero: o_h exp(l) / (exp(l) +
+  exp(sink)) in place of o_h, l = log-sum-exp of the scores. The logit starts at 0, and dropout does
+  not apply to it.
+- ``key_shift``: each key is mixed with the key before it, before ``qk_norm`` and positions
+  (``key_shift.py``).
+- ``key_bias``: each head computes b from inputs and adds b_j - b_t to s_tj (``forget_gate.py``);
+  b_j = -inf hides key j. Persistent vectors and sink have no b. The state has b of past keys minus
+  b of the last byte, in float32 or wider.
 
-The state is past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860, 3.2), detached, for all
-bytes that the window reaches. With ``cache: kv``, heads of unequal spans carry pasts of unequal length, so the size of
-the state grows with the mean span; on the plain backend, all heads carry the longest."""
+The state is past keys and values (``cache: kv``) or past inputs (``cache: hidden``, 1901.02860,
+3.2), detached, for all bytes that the window reaches. With ``cache: kv``, heads of unequal spans
+carry pasts of unequal length, so the size of the state grows with the mean span; on the plain
+backend, all heads carry the longest."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -74,10 +82,13 @@ class Attention(MultiHead, OnKernels):
         span: factory of the ``AttentionSpan``; None for a fixed span.
         persistent: factory of the ``PersistentKV``, or None.
         qk_norm, gate, sink: whether to use each option.
-        key_bias: factory of a ``Part`` that maps ``[B, T, D]`` to key and query biases ``[B, H, T]``, or None.
+        key_bias: factory of a ``Part`` that maps ``[B, T, D]`` to key and query biases ``[B, H,
+            T]``, or None.
         position: factory of a ``Position`` of this sublayer alone; None for the run's."""
 
-    honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+    honours = Honours(
+        position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True
+    )
     traces_plain: bool = False
     """Whether a compiled graph includes the plain backend, because no window changes."""
     extra_columns: int = 0
@@ -109,13 +120,20 @@ class Attention(MultiHead, OnKernels):
             self.limits = self.limits | {"ideal_flops"}
         self.persistent = persistent(context, d_head=self.d_head) if persistent else None
         for name in ("query_gain", "key_gain"):
-            self.register_parameter(name, nn.Parameter(torch.ones(self.d_head)) if qk_norm else None)
+            self.register_parameter(
+                name, nn.Parameter(torch.ones(self.d_head)) if qk_norm else None
+            )
         self.sink = nn.Parameter(torch.zeros(self.heads)) if sink else None
         self.key_bias = key_bias(context) if key_bias else None
         self.biases_keys = key_bias is not None
 
     def forward(
-        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+        self,
+        x: Tensor,
+        state: State = None,
+        start: Tensor | None = None,
+        *,
+        collect_stats: bool = False,
     ) -> SublayerOutput:
         """Project, attend to the visible keys, gate, and join the heads."""
         state, before = self.key_before(state, x)
@@ -146,9 +164,12 @@ class Attention(MultiHead, OnKernels):
         biases = () if self.key_bias is None else self._biases(x)
         return Segment(x, q, k, v, start, z, persistent, biases, last_key)
 
-    def _attend_window(self, segment: Segment, state: State, collect_stats: bool) -> tuple[Tensor, State, Stats | None]:
+    def _attend_window(
+        self, segment: Segment, state: State, collect_stats: bool
+    ) -> tuple[Tensor, State, Stats | None]:
         """Return head outputs ``[B, H, T, K]``, the next state, and statistics if asked for. A
-        compiled graph reads all of the past and trims no state, so new spans do not recompile it."""
+        compiled graph reads all of the past and trims no state, so new spans do not recompile
+        it."""
         backend = self.chosen_backend(segment.x.device)
         visible = self.span.visible_window(segment.z, self.shift)
         n_past = None if torch.compiler.is_compiling() else visible.past()
@@ -162,7 +183,9 @@ class Attention(MultiHead, OnKernels):
     _attend_window_uncompiled = torch.compiler.disable(_attend_window)
     """``_attend_window`` between compiled graphs, which new spans would recompile."""
 
-    def _visible_keys(self, segment: Segment, state: State, backend: Backend, n_past: int | None) -> VisibleKeys:
+    def _visible_keys(
+        self, segment: Segment, state: State, backend: Backend, n_past: int | None
+    ) -> VisibleKeys:
         """Return keys and values of the segment and of ``n_past`` positions before it, or all."""
         if self.cache == "kv":
             past_keys = before(state, n_past, segment.k.dtype)
@@ -172,7 +195,9 @@ class Attention(MultiHead, OnKernels):
             return VisibleKeys(segment.k, segment.v, past_keys, None, *segment.biases)
         return VisibleKeys.joined(segment.k, segment.v, past_keys, *segment.biases)
 
-    def attend(self, backend: Backend, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
+    def attend(
+        self, backend: Backend, q: Tensor, keys: VisibleKeys, visible: Window, **options
+    ) -> Tensor:
         """Return head outputs ``[B, H, T, K]``, with this class's sink. ``options`` are those of
         ``backends.attend``; without ``bias``, scores have the term of the position scheme."""
         if "bias" not in options:
@@ -195,7 +220,8 @@ class Attention(MultiHead, OnKernels):
     # The past and the state
 
     def key_before(self, state: State, x: Tensor) -> tuple[State, Tensor | None]:
-        """Return the state as in ``split_state``, and the unmixed key before the segment, if keys are shifted."""
+        """Return the state as in ``split_state``, and the unmixed key before the segment, if
+        keys are shifted."""
         if self.key_shift is None or state is None:
             return state, None
         if self.cache == "kv":
@@ -207,23 +233,32 @@ class Attention(MultiHead, OnKernels):
         """Project carried inputs ``[B, P, D]`` to unmixed keys ``[B, G, P, K]``."""
         return self.project(x, "key")[0]
 
-    def _project_past(self, segment: Segment, state: State, backend: Backend, n_past: int | None) -> list[PastKV]:
+    def _project_past(
+        self, segment: Segment, state: State, backend: Backend, n_past: int | None
+    ) -> list[PastKV]:
         """Project the last ``n_past`` carried inputs, or all, to keys and values. For a backend
         that reads parts, a group of heads with equal spans has a part with the inputs it sees."""
         groups = [(n_past, ALL)]
         if backend.reads_parts:
             windows = group_heads(self._max_by_kv_head(self.span.max_keys))
             groups = [(n - 1 + self.shift, heads) for n, heads in windows]
-        return [] if state is None else [self.reproject_past(state, segment, *group) for group in groups]
+        return (
+            []
+            if state is None
+            else [self.reproject_past(state, segment, *group) for group in groups]
+        )
 
-    def reproject_past(self, old: Tensor, segment: Segment, n_past: int | None, heads: slice) -> PastKV:
+    def reproject_past(
+        self, old: Tensor, segment: Segment, n_past: int | None, heads: slice
+    ) -> PastKV:
         """Project the last ``n_past`` carried inputs ``old [B, P, D]``, or all if it is None, to
         keys and values of ``heads``."""
         old, extra = self.past_inputs(old, n_past)
         kv = self.project_flat(old.to(carried_dtype(segment.x)), "key", "value", heads=heads)
         k, v = (self.split(part) for part in kv.chunk(2, dim=-1))
         if self.key_shift is not None:
-            # Padding before the first byte (``local.py``) has keys of 0, also if the projection has a bias.
+            # Padding before the first byte (``local.py``) has keys of 0, also if the projection has
+            # a bias.
             k = self.key_shift(k * old.any(-1)[:, None, :, None], heads=heads)
         if self.key_gain is not None:
             k = self._normed(k, self.key_gain)
@@ -244,15 +279,18 @@ class Attention(MultiHead, OnKernels):
         return old, max(0, old.shape[1] - n_past)
 
     def _biases(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return key and query biases. With ``cache: hidden``, x is rounded to the dtype of carried inputs, so that the
-        next segment computes equal biases from the state."""
+        """Return key and query biases. With ``cache: hidden``, x is rounded to the dtype of carried
+        inputs, so that the next segment computes equal biases from the state."""
         return self.key_bias(x if self.cache == "kv" else x.to(carried_dtype(x)))
 
     @staticmethod
     def _normed(x: Tensor, gain: Tensor) -> Tensor:
-        """Divide ``x [.., K]`` by its root mean square and multiply by ``gain [K]``, in float32 even under autocast."""
+        """Divide ``x [.., K]`` by its root mean square and multiply by ``gain [K]``, in float32
+        even under autocast."""
         exact = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (exact * (exact.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * gain).to(x.dtype)
+        return (exact * (exact.square().mean(-1, keepdim=True) + EPSILON).rsqrt() * gain).to(
+            x.dtype
+        )
 
     def _max_by_kv_head(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Return the maximum of ``numbers`` over the query heads of each key-value head."""
@@ -260,7 +298,12 @@ class Attention(MultiHead, OnKernels):
         return tuple(max(numbers[first : first + size]) for first in range(0, self.heads, size))
 
     def _next_state(
-        self, segment: Segment, state: State, keys: VisibleKeys, backend: Backend, n_past: int | None
+        self,
+        segment: Segment,
+        state: State,
+        keys: VisibleKeys,
+        backend: Backend,
+        n_past: int | None,
     ) -> State:
         """Return the next state: the last ``n_past`` inputs, or the keys and values that the next
         segment may see; all of them if ``n_past`` is None."""
@@ -271,7 +314,9 @@ class Attention(MultiHead, OnKernels):
                 return keys.state()
             is_uneven = len({*self._max_by_kv_head(self.span.max_keys)}) > 1
             if len(keys.past) > 1 or (is_uneven and not backend.has_all_scores):
-                return keys.last(*(n - 1 + self.shift for n in self._max_by_kv_head(self.span.keys_to_carry())))
+                return keys.last(
+                    *(n - 1 + self.shift for n in self._max_by_kv_head(self.span.keys_to_carry()))
+                )
             return keys.last(n_past)
         new = segment.x.detach().to(carried_dtype(segment.x))
         old = None if state is None else state.to(new.dtype)
@@ -286,14 +331,17 @@ class Attention(MultiHead, OnKernels):
             return last(self.present_reach(), 1, None, state)
         kv, last_key = self.split_state(state)
         parts = before(kv, None)
-        if len(parts) > 1:  # made outside of a graph, which has cut the past of each head to its own length
+        # made outside of a graph, which has cut the past of each head to its own length
+        if len(parts) > 1:
             return state
-        # All heads keep the same length, because a state with one tensor per head would recompile the graph.
+        # All heads keep the same length, because a state with one tensor per head would recompile
+        # the graph.
         n_keys = self.present_reach() - self.key_past
         return self.join_state(last_keys([], *parts, n_keys), last_key)
 
     def present_reach(self) -> int:
-        """Return the largest distance in bytes at which an input can move an output, with the present spans."""
+        """Return the largest distance in bytes at which an input can move an output, with the
+        present spans."""
         return max(self.span.max_keys) - 1 + self.shift + self.key_past
 
     def reach(self) -> int:
@@ -325,7 +373,9 @@ class Attention(MultiHead, OnKernels):
         inspection = Inspection(weights_of(sum_values, segment.v), mask=self.span.mask(segment.z))
         if vectors is None and self.sink is None:
             return inspection
-        shares = inspection.weights[..., :0] if vectors is None else weights_of(sum_vectors, vectors.v)
+        shares = (
+            inspection.weights[..., :0] if vectors is None else weights_of(sum_vectors, vectors.v)
+        )
         if self.sink is not None:  # it becomes the last entry
             sink_share = 1 - inspection.weights.sum(-1, keepdim=True) - shares.sum(-1, keepdim=True)
             shares = torch.cat([shares, sink_share], dim=-1)
@@ -336,11 +386,14 @@ class Attention(MultiHead, OnKernels):
         """Return head outputs ``[B, H, T, K]`` for streams without a past."""
         return self._attend_window(segment, None, False)[0]
 
-    def _stats(self, backend: Backend, segment: Segment, keys: VisibleKeys, visible: Window) -> Stats:
+    def _stats(
+        self, backend: Backend, segment: Segment, keys: VisibleKeys, visible: Window
+    ) -> Stats:
         stats, vectors = self.span.stats(segment.z), segment.persistent
         if vectors is None:
             return head_stats(segment.q) | stats
-        # With values of 1 on persistent vectors and 0 on the context, the output is the mass on persistent vectors.
+        # With values of 1 on persistent vectors and 0 on the context, the output is the mass on
+        # persistent vectors.
         ones = replaced(vectors, v=torch.ones_like(vectors.v))
         zeros = keys.each(lambda part: replaced(part, v=torch.zeros_like(part.v)))
         mass = self.attend(backend, segment.q, zeros, visible, persistent=ones)
@@ -356,13 +409,17 @@ class Attention(MultiHead, OnKernels):
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """Count products of matrices only, over exactly the visible pairs of a query and a key.
 
-        With ``cache: kv`` the past is constant. With ``hidden`` each key-value head projects its visible past inputs
-        again in every segment, with gradients of the weights but not of the inputs. Keys at the end of a ramp have
-        weight 0 and do not count. After a span grows, the longer past is assumed to be in the state."""
+        With ``cache: kv`` the past is constant. With ``hidden`` each key-value head projects its
+        visible past inputs again in every segment, with gradients of the weights but not of the
+        inputs. Keys at the end of a ramp have weight 0 and do not count. After a span grows, the
+        longer past is assumed to be in the state."""
         in_segment, past, keys, values = self._pairs(segment, carried)
-        needed = NeededFlops.of_products(self._forward_flops((in_segment + past) / segment / self.heads))
+        needed = NeededFlops.of_products(
+            self._forward_flops((in_segment + past) / segment / self.heads)
+        )
         if self.cache == "kv":
-            unneeded = (4 * self.d_head + 2 * self.extra_columns) * past / segment  # gradients of past keys and values
+            # gradients of past keys and values
+            unneeded = (4 * self.d_head + 2 * self.extra_columns) * past / segment
             return needed._replace(backward=needed.backward - unneeded)
         reprojection = 2 * self.d_head * self.carried_width * (keys + values) / segment
         if self.key_bias is not None:  # per key-value head
@@ -370,18 +427,22 @@ class Attention(MultiHead, OnKernels):
         return NeededFlops(needed.forward + reprojection, needed.backward + reprojection)
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int, int]:
-        """Count pairs with a key of the segment, and pairs with a past key, over heads. Over key-value heads, count past
-        bytes whose keys are needed, and past bytes whose values are."""
+        """Count pairs with a key of the segment, and pairs with a past key, over heads. Over
+        key-value heads, count past bytes whose keys are needed, and past bytes whose values are."""
         windows = self.span.visible_keys
         in_segment, past = map(
-            sum, zip(*(count_pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True)
+            sum,
+            zip(
+                *(count_pairs(segment, carried, n, shift=self.shift) for n in windows), strict=True
+            ),
         )
         reaches = [n - 1 + self.shift for n in self._max_by_kv_head(windows)]
         keys = sum(min(carried, n + self.key_past) for n in reaches)
         return in_segment, past, keys, sum(min(carried, n) for n in reaches)
 
     def _forward_flops(self, keys: float) -> float:
-        """Return forward FLOPs per byte, for a mean of ``keys`` keys per head, without projections of the past."""
+        """Return forward FLOPs per byte, for a mean of ``keys`` keys per head, without
+        projections of the past."""
         per_head = 4 * keys * self.d_head + self.position.ideal_flops(keys)
         if self.persistent is not None:
             per_head += 4 * self.persistent.number * self.d_head
@@ -391,6 +452,9 @@ class Attention(MultiHead, OnKernels):
 
 
 def carried_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of carried inputs: that of autocast if it is on, so that a later projection gives equal keys."""
+    """Return the dtype of carried inputs: that of autocast if it is on, so that a later
+    projection gives equal keys."""
     device_type = x.device.type
-    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+    return (
+        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+    )

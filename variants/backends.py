@@ -6,9 +6,11 @@ attributes ``heads``, ``d_head``, ``position``, ``cache``, ``dropout`` and ``wan
 ``OnKernels``, ``attend``, ``TAKE_VECTORS``, and the names in ``Window`` and in ``VisibleKeys`` stay
 stable. ``tests/outside_attention.py`` is an example.
 
-    visible = Window((span,) * heads, shift)                  # kernels/window.py: the keys that a query may see
-    keys = VisibleKeys.joined(k, v, before(state, visible.past(), k.dtype))           # context.py: past and segment
-    y = attend(self.backend(x.device, training=self.training), q, keys, visible, bias=.., vectors=..)   # [B, H, T, K]
+    visible = Window((span,) * heads, shift)  # kernels/window.py: the keys that a query may see
+    past = before(state, visible.past(), k.dtype)
+    keys = VisibleKeys.joined(k, v, past)  # context.py: past and segment
+    backend = self.backend(x.device, training=self.training)
+    y = attend(backend, q, keys, visible, bias=.., vectors=..)  # [B, H, T, K]
     state = keys.last(visible.past())"""
 
 from types import ModuleType
@@ -81,7 +83,9 @@ class Kernel(Backend):
         reasons = {
             "spans that depend on the input": sublayer.spans_of_input,
             "a key bias": sublayer.biases_keys and self.adds_only_columns,
-            "a position scheme whose bias depends on the query": not (position.constant_bias or has_vectors),
+            "a position scheme whose bias depends on the query": not (
+                position.constant_bias or has_vectors
+            ),
             self.module.obstacle(device, sublayer.kernel_width): True,
             f"model.dropout={dropout}": dropout and not self.drops,
         }
@@ -189,19 +193,26 @@ class OnKernels(Sublayer):
         return found.obstacles(self, device, self.dropout if training else 0.0)
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
-        return tuple(name for name in on(device) if not self.obstacles(name, device, training=training))
+        return tuple(
+            name for name in on(device) if not self.obstacles(name, device, training=training)
+        )
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """Return the configured backend. ``auto`` is the first that can run: on a GPU, the first in plain PyTorch.
+        """Return the configured backend. ``auto`` is the first that can run: on a GPU, the first in
+        plain PyTorch.
 
-        On a GPU the harness tests kernels before a run, and replaces ``auto`` by a kernel that passed."""
+        On a GPU the harness tests kernels before a run, and replaces ``auto`` by a kernel that
+        passed."""
         name = self.wanted_backend
         if name == "auto":
             names = [n for n, b in on(device).items() if device.type == "cpu" or not b.is_operation]
             return next(n for n in names if not self.obstacles(n, device, training=training))
         if reasons := self.obstacles(name, device, training=training):
             allowed = ", ".join(["auto", *self.backends(device, training=training)])
-            raise ValueError(f"runtime.backend={name} cannot run with {', '.join(reasons)}: allowed are {allowed}")
+            raise ValueError(
+                f"runtime.backend={name} cannot run with {', '.join(reasons)}: allowed are "
+                f"{allowed}"
+            )
         return name
 
     def chosen_backend(self, device: torch.device) -> Backend:

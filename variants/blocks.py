@@ -1,4 +1,5 @@
-"""Sizes and indices of the finished blocks that a query sees as summaries, beyond its window (``linformer.py``)."""
+"""Sizes and indices of the finished blocks that a query sees as summaries, beyond its window
+(``linformer.py``)."""
 
 from dataclasses import dataclass
 
@@ -19,16 +20,23 @@ class Blocks:
 
     def __post_init__(self):
         self.window_keys = min(self.window, self.span)
-        self.window_past = self.window_keys - 1 + self.shift  # bytes before a segment that its windows may include
+        # bytes before a segment that its windows may include
+        self.window_past = self.window_keys - 1 + self.shift
         self.reach = self.span - 1 + self.shift
-        self.nearest = max(self.window_past + 1, self.ratio)  # distance to the first byte of the nearest visible block
-        self.lag = max(0, self.window + self.shift - self.ratio) // self.ratio  # finished blocks not yet summarised
-        self.unsummarised = (self.lag + 1) * self.ratio - 1  # largest number of past bytes without a summary
-        self.max_visible = max(0, self.reach // self.ratio - self.lag)  # N, largest number of visible summaries
-        self.past = max(self.window_past, self.unsummarised)  # P, bytes that the window or the next summary may need
+        # distance to the first byte of the nearest visible block
+        self.nearest = max(self.window_past + 1, self.ratio)
+        # finished blocks not yet summarised
+        self.lag = max(0, self.window + self.shift - self.ratio) // self.ratio
+        # largest number of past bytes without a summary
+        self.unsummarised = (self.lag + 1) * self.ratio - 1
+        # N, largest number of visible summaries
+        self.max_visible = max(0, self.reach // self.ratio - self.lag)
+        # P, bytes that the window or the next summary may need
+        self.past = max(self.window_past, self.unsummarised)
 
     def chunks(self, length: int) -> tuple[int, int]:
-        """Return n, the number of query chunks, and Q, queries per chunk; if n > 1, a chunk has whole blocks."""
+        """Return n, the number of query chunks, and Q, queries per chunk; if n > 1, a chunk has
+        whole blocks."""
         size = -(-max(32, min(128, self.window_keys)) // self.ratio) * self.ratio
         return (1, length) if length <= size else (-(-length // size), size)
 
@@ -44,22 +52,30 @@ class Blocks:
 
     def visible_at(self, position: int) -> int:
         """Return how many summaries the query at a stream position sees."""
-        last_hidden = position - self.span - self.shift  # blocks that begin at this byte or earlier are beyond the span
-        return max(0, (position - self.nearest) // self.ratio + 1) - max(0, last_hidden // self.ratio + 1)
+        # blocks that begin at this byte or earlier are beyond the span
+        last_hidden = position - self.span - self.shift
+        return max(0, (position - self.nearest) // self.ratio + 1) - max(
+            0, last_hidden // self.ratio + 1
+        )
 
     def n_read(self, visible: int) -> int:
         """Return how many of ``visible`` summaries a query reads."""
         return visible if self.read is None else min(visible, self.read)
 
     def mean_visible(self) -> tuple[float, float]:
-        """Return how many summaries a query sees and how many it reads after a full past, as means over a block."""
-        visible = [self.visible_at(self.span + phase) for phase in range(self.ratio, 2 * self.ratio)]
+        """Return how many summaries a query sees and how many it reads after a full past, as
+        means over a block."""
+        visible = [
+            self.visible_at(self.span + phase) for phase in range(self.ratio, 2 * self.ratio)
+        ]
         return sum(visible) / self.ratio, sum(map(self.n_read, visible)) / self.ratio
 
 
 def top_mask(scores: Tensor, k: int) -> Tensor:
-    """Return a mask ``[.., G]`` of the k largest entries of each row, and of every NaN. Of equal entries the first are
-    selected; ``topk`` does not define which it selects."""
+    """Return a mask ``[.., G]`` of the k largest entries of each row, and of every NaN. Of equal
+    entries the first are selected; ``topk`` does not define which it selects."""
     kth = scores.topk(k, dim=-1).values[..., -1:]
     above, equal = ~(scores <= kth), scores == kth
-    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= k - above.sum(-1, keepdim=True)))
+    return above | (
+        equal & (equal.cumsum(-1, dtype=torch.int32) <= k - above.sum(-1, keepdim=True))
+    )

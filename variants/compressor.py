@@ -1,8 +1,8 @@
-"""Compressor of a block's r keys to one key and of its r values to one value, for ``linformer.py`` and ``nsa.py``.
-The weights are equal, or depend on the place in the block, or on place and content.
+"""Compressor of a block's r keys to one key and of its r values to one value, for ``linformer.py``
+and ``nsa.py``. The weights are equal, or depend on the place in the block, or on place and content.
 
     mean      sum_i k_i / r
-    linear    sum_i E_i k_i, sum_i F_i v_i                                    learned weights: 2006.04768, section 4
+    linear   sum_i E_i k_i, sum_i F_i v_i   learned weights: 2006.04768, section 4
     softmax   sum_i a_i k_i, sum_i a_i v_i,  a = softmax_i(c . k_i / sqrt(K) + b_i)
 
 All three start as the mean. Sums and the softmax are in float32 or better."""
@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from variants.contract import LayerContext, check_choice
 
-SHARES = {"mean": ("none",), "linear": ("none", "heads", "key_value", "layers"), "softmax": ("none",)}
+SHARES = {
+    "mean": ("none",),
+    "linear": ("none", "heads", "key_value", "layers"),
+    "softmax": ("none",),
+}
 """Kinds of compressors, and the values of ``share`` that each allows."""
 
 
@@ -22,21 +26,31 @@ class Compressor(nn.Module):
 
     Args:
         kind: a key of ``SHARES``.
-        share: sharing of the ``linear`` weights. ``none``: each head has an E and an F; ``heads``: all heads share one
-            E and one F; ``key_value``: all heads share one E = F; ``layers``: the whole network shares one E = F."""
+        share: sharing of the ``linear`` weights. ``none``: each head has an E and an F; ``heads``:
+            all heads share one E and one F; ``key_value``: all heads share one E = F;
+            ``layers``: the whole network shares one E = F."""
 
-    def __init__(self, context: LayerContext, *, kind: str, share: str, ratio: int, heads: int, d_head: int):
+    def __init__(
+        self, context: LayerContext, *, kind: str, share: str, ratio: int, heads: int, d_head: int
+    ):
         super().__init__()
         check_choice(SHARES, compressor=kind)
         if share not in SHARES[kind]:
-            raise ValueError(f"share={share} with compressor={kind}: allowed are {', '.join(SHARES[kind])}")
+            raise ValueError(
+                f"share={share} with compressor={kind}: allowed are {', '.join(SHARES[kind])}"
+            )
         self.kind, self.heads, self.d_head = kind, heads, d_head
 
         if kind == "linear":  # [2 or 1, H or 1, r]: 2 for keys and values
-            sizes = {"none": (2, heads), "heads": (2, 1), "key_value": (1, 1), "layers": (1, 1)}[share]
+            sizes = {"none": (2, heads), "heads": (2, 1), "key_value": (1, 1), "layers": (1, 1)}[
+                share
+            ]
             scope = "network" if share == "layers" else "layer"
             weights = torch.full((*sizes, ratio), 1 / ratio)
-            self.places = context.shared(Compressor, ratio, lambda: nn.Parameter(weights), share=scope)  # E and F
+            # E and F
+            self.places = context.shared(
+                Compressor, ratio, lambda: nn.Parameter(weights), share=scope
+            )
         if kind == "softmax":
             self.content = nn.Parameter(torch.zeros(heads, d_head))  # c
             self.places = nn.Parameter(torch.zeros(heads, ratio))  # b
@@ -51,7 +65,10 @@ class Compressor(nn.Module):
             weights = repeat(weights, "two H r -> r (two H K)", K=self.d_head)
             return (rows * weights).sum(dim=2).to(rows.dtype)
         parts = rearrange(rows, "B M r (two H K) -> B M r two H K", two=2, K=self.d_head)
-        scores = torch.einsum("bmrhk,hk->bmrh", parts[:, :, :, 0], self.content.to(rows.dtype)) * self.d_head**-0.5
+        scores = (
+            torch.einsum("bmrhk,hk->bmrh", parts[:, :, :, 0], self.content.to(rows.dtype))
+            * self.d_head**-0.5
+        )
         weights = (scores.to(dtype) + self.places.T).softmax(dim=2)
         return (parts * weights[:, :, :, None, :, None]).sum(dim=2).flatten(2).to(rows.dtype)
 

@@ -1,8 +1,10 @@
-"""Context: the keys and values that the queries of a segment see, and those that are carried to the next segment.
+"""Context: the keys and values that the queries of a segment see, and those that are carried to the
+next segment.
 
-A state of keys and values is ``(keys, values)``. Each is a tensor ``[B, H, P, K]``; or a tuple with a tensor ``[B, 1,
-P_h, K]`` for each head, if heads carry pasts of unequal length. Key biases, if any, are a third entry, without the
-dimension K; they are relative to the bias of the state's last byte."""
+A state of keys and values is ``(keys, values)``. Each is a tensor ``[B, H, P, K]``; or a tuple with
+a tensor ``[B, 1, P_h, K]`` for each head, if heads carry pasts of unequal length. Key biases, if
+any, are a third entry, without the dimension K; they are relative to the bias of the state's
+last byte."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,12 +24,17 @@ class VisibleKeys(NamedTuple):
     v: Tensor
     past: list[PastKV]  # parts of keys and values before the segment
     whole: PastKV | None = None  # past and segment concatenated, [B, H, P + T, K]
-    key_bias: Tensor | None = None  # b of the segment, [B, H, T], relative to the last past byte; -inf hides a key
-    query_bias: Tensor | None = None  # b of queries, [B, H, T]; b_j - b_t is added to the score of query t and key j
+    # b of the segment, [B, H, T], relative to the last past byte; -inf hides a key
+    key_bias: Tensor | None = None
+    # b of queries, [B, H, T]; b_j - b_t is added to the score of query t and key j
+    query_bias: Tensor | None = None
 
     @classmethod
-    def joined(cls, k: Tensor, v: Tensor, past: list[PastKV], *biases: Tensor | None) -> "VisibleKeys":
-        """Return keys with ``whole`` set, unless the past has several parts. Attention and state share this copy."""
+    def joined(
+        cls, k: Tensor, v: Tensor, past: list[PastKV], *biases: Tensor | None
+    ) -> "VisibleKeys":
+        """Return keys with ``whole`` set, unless the past has several parts. Attention and state
+        share this copy."""
         keys = cls(k, v, past, None, *biases)
         if len(past) > 1:
             return keys
@@ -57,8 +64,8 @@ class VisibleKeys(NamedTuple):
         return replaced(keys, **fields)
 
     def repeated(self, times: int) -> "VisibleKeys":
-        """Copy every key-value head for each of the ``times`` neighbouring query heads that read it. Key biases are not
-        repeated, because every query head already has one."""
+        """Copy every key-value head for each of the ``times`` neighbouring query heads that read
+        it. Key biases are not repeated, because every query head already has one."""
 
         def repeat(part: PastKV) -> PastKV:
             k, v = (x.repeat_interleave(times, dim=1) for x in part[:2])
@@ -67,7 +74,8 @@ class VisibleKeys(NamedTuple):
         return self.each(repeat)
 
     def rebased(self) -> "VisibleKeys":
-        """Make key biases relative to the segment's last byte, so that carried biases do not grow with the stream."""
+        """Make key biases relative to the segment's last byte, so that carried biases do not
+        grow with the stream."""
         base = self.query_bias[..., -1:]
         n_heads = [part.key_bias.shape[1] for part in self.past]
         of_parts = zip(self.past, base.split(n_heads, dim=1) if n_heads else (), strict=True)
@@ -92,7 +100,8 @@ class VisibleKeys(NamedTuple):
         return tuple(x.detach() for x in self.whole.tensors())
 
     def last(self, *lengths: float) -> State:
-        """Return the state of the last keys; ``lengths`` is their number for all heads, or a number for each head."""
+        """Return the state of the last keys; ``lengths`` is their number for all heads, or a
+        number for each head."""
         return last_keys([] if self.whole else self.past, self.whole or self.segment(), *lengths)
 
 
@@ -101,7 +110,8 @@ def before(state: State, n_past: int | None, dtype: torch.dtype | None = None) -
     (None: unchanged)."""
     if state is None:
         return []
-    fields = [(part,) if isinstance(part, Tensor) else part for part in state]  # keys, values, maybe key biases
+    # keys, values, maybe key biases
+    fields = [(part,) if isinstance(part, Tensor) else part for part in state]
 
     def cut(x: Tensor) -> Tensor:
         x = x if n_past is None else x[:, :, max(0, x.shape[2] - n_past) :]
@@ -122,17 +132,23 @@ def _of_heads(parts: list[PastKV], first: int, n_heads: int) -> list[PastKV]:
 
 
 def last_keys(old: list[PastKV], new: PastKV, *lengths: float) -> State:
-    """Compute ``VisibleKeys.last`` for parts ``old`` and segment ``new``. Tensors of single heads are views of one."""
+    """Compute ``VisibleKeys.last`` for parts ``old`` and segment ``new``. Tensors of single
+    heads are views of one."""
     if len(lengths) == 1 and len(old) < 2:
         pairs = zip(old[0].tensors() if old else [None] * 3, new.tensors(), strict=False)
         return tuple(last(*lengths, 2, *pair) for pair in pairs)
-    tensors, lengths = _pack_heads(old, new, lengths if len(lengths) > 1 else lengths * new.k.shape[1])
+    tensors, lengths = _pack_heads(
+        old, new, lengths if len(lengths) > 1 else lengths * new.k.shape[1]
+    )
     return tuple(x.detach().split(lengths, dim=2) for x in tensors)
 
 
-def _pack_heads(old: list[PastKV], new: PastKV, max_lengths: Sequence[float]) -> tuple[list[Tensor], list[int]]:
-    """Concatenate the last keys of each head, at most ``max_lengths``, head after head, ``[B, 1, sum of lengths, ..]``;
-    key biases have the H / G query heads of a head in place of 1. Also return the lengths."""
+def _pack_heads(
+    old: list[PastKV], new: PastKV, max_lengths: Sequence[float]
+) -> tuple[list[Tensor], list[int]]:
+    """Concatenate the last keys of each head, at most ``max_lengths``, head after head, ``[B, 1,
+    sum of lengths, ..]``; key biases have the H / G query heads of a head in place of 1. Also
+    return the lengths."""
     pieces = []
     lengths = []
     for h, remaining in enumerate(max_lengths):
@@ -147,23 +163,29 @@ def _pack_heads(old: list[PastKV], new: PastKV, max_lengths: Sequence[float]) ->
 
 
 def last(length: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
-    """Return the last ``length`` rows of ``old`` and ``new``, concatenated and detached. The storage is at most a third
-    larger, so that a state does not hold a whole segment in memory."""
+    """Return the last ``length`` rows of ``old`` and ``new``, concatenated and detached. The
+    storage is at most a third larger, so that a state does not hold a whole segment in memory."""
     new = new.detach()
     new_length = min(length, new.shape[dim])
     old_length = 0 if old is None else min(length - new_length, old.shape[dim])
     view = new.narrow(dim, new.shape[dim] - new_length, new_length)
     if old_length:
-        return torch.cat([old.detach().narrow(dim, old.shape[dim] - old_length, old_length), view], dim)
-    if torch.compiler.is_compiling():  # a graph cannot read sizes of storages, and must not return views
+        return torch.cat(
+            [old.detach().narrow(dim, old.shape[dim] - old_length, old_length), view], dim
+        )
+    # a graph cannot read sizes of storages, and must not return views
+    if torch.compiler.is_compiling():
         return view.clone(memory_format=torch.contiguous_format)
     return view if 4 * view.nbytes >= 3 * new.untyped_storage().nbytes() else view.clone()
 
 
 def weights_of(sum_values: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Measure the weights ``[B, H, T, n]`` of ``sum_values``, which maps values ``[.., n, K]`` to weighted sums ``[B,
-    H, T, K]``. It is called with one-hot values, for K of the n rows at a time, so any backend can be measured."""
+    """Measure the weights ``[B, H, T, n]`` of ``sum_values``, which maps values ``[.., n, K]`` to
+    weighted sums ``[B, H, T, K]``. It is called with one-hot values, for K of the n rows at a
+    time, so any backend can be measured."""
     n, width = values.shape[-2:]
     one_hot = torch.eye(n, -(-n // width) * width, dtype=values.dtype, device=values.device)
-    parts = [sum_values(part.expand_as(values).contiguous()) for part in one_hot.split(width, dim=1)]
+    parts = [
+        sum_values(part.expand_as(values).contiguous()) for part in one_hot.split(width, dim=1)
+    ]
     return torch.cat(parts, dim=-1)[..., :n]

@@ -1,9 +1,10 @@
 """The contract between mechanisms and the harness.
 
-A model is a list of layers, and a layer is a few named residual sublayers. A variant is a configuration of them. A
-sublayer maps ``x [B, T, D]`` to ``y [B, T, D]``; the harness normalises x and adds y to the residual stream. A stream
-is a sequence of bytes that is read in segments of T bytes; B streams form a batch. State is passed in and returned: a
-module stores nothing that a forward pass computes. ``python -m bench.check variant=mine`` checks the whole contract
+A model is a list of layers, and a layer is a few named residual sublayers. A variant is a
+configuration of them. A sublayer maps ``x [B, T, D]`` to ``y [B, T, D]``; the harness normalises x
+and adds y to the residual stream. A stream is a sequence of bytes that is read in segments of T
+bytes; B streams form a batch. State is passed in and returned: a module stores nothing that a
+forward pass computes. ``python -m bench.check variant=mine`` checks the whole contract
 (``variants/conformance``)."""
 
 import math
@@ -34,7 +35,8 @@ WAYS = {
 }
 """Ways in which a position scheme may act on a mechanism."""
 State = Union[Tensor, tuple["State", ...], None]  # noqa: UP007 - a forward reference has no operator |
-"""Dimension 0 of every tensor is streams. The harness slices, indexes and concatenates this dimension only."""
+"""Dimension 0 of every tensor is streams. The harness slices, indexes and concatenates this
+dimension only."""
 Stats = dict[str, Tensor]
 """Sums over bytes, to be added over segments and ranks."""
 Metrics = dict[str, float | Tensor]
@@ -43,17 +45,20 @@ Metrics = dict[str, float | Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """The place of a sublayer in the model, and the settings that all attention sublayers of a run share.
+    """The place of a sublayer in the model, and the settings that all attention sublayers of a run
+    share.
 
     Args:
         layer, n_layers: this layer's index, counted from 0, and the number of layers.
         span: S, the number of positions that a query may see, including its own if ``attend_self``.
         attend_self: whether a position attends to itself; in 1905.07799 it does not.
-        cache: ``kv`` carries past keys and values, ``hidden`` carries past inputs and projects them again.
+        cache: ``kv`` carries past keys and values, ``hidden`` carries past inputs and projects them
+            again.
         dropout: dropout rate on attention weights and inside feed-forward blocks.
-        dropout_seed: seed of the counters that drop attention weights (``kernels/dropout.py``), so that
-            backends can be compared; None draws one in each pass.
-        backend: ``plain``, ``chunked``, ``fused``, ``kernel``, or ``auto`` to select one for the device.
+        dropout_seed: seed of the counters that drop attention weights (``kernels/dropout.py``), so
+            that backends can be compared; None draws one in each pass.
+        backend: ``plain``, ``chunked``, ``fused``, ``kernel``, or ``auto`` to select one for the
+            device.
         scheme: factory of the run's position scheme for one sublayer.
         pool: objects that layers share; used only while the model is built."""
 
@@ -73,8 +78,11 @@ class LayerContext:
     def position(self, d_head: int) -> "Position":
         return self.scheme(self, d_head=d_head)
 
-    def shared(self, cls: type, key: Hashable, make: Callable[[], Any], *, share: str = "network") -> Any:
-        """Return the object for this class and key, made at the first call; with ``share: layer``, a new object."""
+    def shared(
+        self, cls: type, key: Hashable, make: Callable[[], Any], *, share: str = "network"
+    ) -> Any:
+        """Return the object for this class and key, made at the first call; with ``share:
+        layer``, a new object."""
         if share == "layer":
             return make()
         if (cls, key) not in self.pool:
@@ -87,20 +95,23 @@ class SublayerOutput(NamedTuple):
 
     y: Tensor  # [B, T, D], added to the residual stream
     state: State = None  # the detached state that the next segment of the same streams needs
-    loss: Tensor | None = None  # weighted auxiliary loss, a scalar in nats per byte, for training; not in reported bits
+    # weighted auxiliary loss, a scalar in nats per byte, for training; not in reported bits
+    loss: Tensor | None = None
     stats: Stats | None = None  # if ``collect_stats``
 
 
 class Inspection(NamedTuple):
-    """Attention weights, and weights of learned vectors, for each byte of a segment; ``bench.inspect`` displays them.
+    """Attention weights, and weights of learned vectors, for each byte of a segment;
+    ``bench.inspect`` displays them.
 
     Attributes:
-        weights: attention map ``[B, H, T, T]``, the weight of byte j for query t, or None. A row and its ``shares`` sum
-            to 1, or to 0 for a query that sees nothing.
-        entries: indices of the learned vectors that each byte reads, int64 ``[B, H, T, n]``, or None.
-        shares: weights of these vectors, ``[B, H, T, n]``, or None. ``weights`` and ``shares`` are parts of one softmax
-            if neither is None.
-        mask: soft mask of a learned span for visible key x, counted from the nearest, ``[H, S]``; or None."""
+        weights: attention map ``[B, H, T, T]``, the weight of byte j for query t, or None. A row
+            and its ``shares`` sum to 1, or to 0 for a query that sees nothing.
+        entries: indices of the learned vectors that each byte reads, int64 ``[B, H, T, n]``, or
+        None. shares: weights of these vectors, ``[B, H, T, n]``, or None. ``weights`` and
+            ``shares`` are parts of one softmax if neither is None.
+        mask: soft mask of a learned span for visible key x, counted from the nearest, ``[H,
+        S]``; or None."""
 
     weights: Tensor | None = None
     entries: Tensor | None = None
@@ -112,11 +123,13 @@ class NeededFlops(NamedTuple):
     """FLOPs per byte that a training step needs, two per multiply-add, as a mean over a segment."""
 
     forward: float
-    backward: float  # of gradients of parameters and of the sublayer's input, without recomputed forward products
+    # of gradients of parameters and of the sublayer's input, without recomputed forward products
+    backward: float
 
     @classmethod
     def of_products(cls, forward: float) -> "NeededFlops":
-        """Count products in which both factors need a gradient: the backward pass costs twice the forward pass."""
+        """Count products in which both factors need a gradient: the backward pass costs twice
+        the forward pass."""
         return cls(forward, 2 * forward)
 
     @property
@@ -126,13 +139,16 @@ class NeededFlops(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Honours:
-    """Choices of a run that a mechanism supports. A model with any other choice raises an error that names the choice.
+    """Choices of a run that a mechanism supports. A model with any other choice raises an error
+    that names the choice.
 
     Args:
-        position: supported ``WAYS`` of a position scheme; schemes that change only embedded bytes are always supported.
+        position: supported ``WAYS`` of a position scheme; schemes that change only embedded bytes
+            are always supported.
         cache: supported values of ``model.cache``: ``kv``, ``hidden``.
         attend_self: supported values of ``model.attend_self``.
-        span: whether ``model.span`` bounds the visible past; None if the mechanism's keywords may bound it further."""
+        span: whether ``model.span`` bounds the visible past; None if the mechanism's keywords
+            may bound it further."""
 
     position: Set[str] = frozenset()
     cache: Set[str] = frozenset({"kv"})
@@ -141,7 +157,8 @@ class Honours:
 
 
 class Sublayer(nn.Module):
-    """One residual sublayer of a layer. The keywords of a subclass's constructor are its configuration."""
+    """One residual sublayer of a layer. The keywords of a subclass's constructor are its
+    configuration."""
 
     limits: frozenset[str] = frozenset()
     """Promises that it does not fulfil. The checks require that a declared limit is real, except
@@ -152,44 +169,57 @@ class Sublayer(nn.Module):
     ``ideal_flops``: ideal FLOPs may be less than half of the executed ones; a row then says so.
     ``likelihood``: some of its parameters get gradients only from its own ``loss``."""
     honours: Honours | None = None
-    """Choices of a run that it supports; None for a mechanism in which each byte sees only itself."""
+    """Choices of a run that it supports; None for a mechanism in which each byte sees only
+    itself."""
     tables: dict[str, int] = {}
-    """Names of parameters ``[M, D]`` of which each byte reads a few rows, and the number of these rows. Other
-    parameters of the sublayer with M rows count as read with the table. Each process has the whole table."""
+    """Names of parameters ``[M, D]`` of which each byte reads a few rows, and the number of these
+    rows. Other parameters of the sublayer with M rows count as read with the table. Each process
+    has the whole table."""
     period: int = 1
-    """Bytes after which the computation repeats (block, chunk, dilated step). FLOPs are means over one period."""
+    """Bytes after which the computation repeats (block, chunk, dilated step). FLOPs are means
+    over one period."""
 
     def forward(
-        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+        self,
+        x: Tensor,
+        state: State = None,
+        start: Tensor | None = None,
+        *,
+        collect_stats: bool = False,
     ) -> SublayerOutput:
         """Map one segment.
 
         Args:
             x: ``[B, T, D]``, T >= 1.
-            state: the state that the previous call returned for the same streams; None at their beginning.
+            state: the state that the previous call returned for the same streams; None at their
+                beginning.
             start: position of ``x[:, 0]`` in its stream, int64 ``[B]``; None for zeros.
             collect_stats: also return statistics."""
         raise NotImplementedError
 
     def reach(self) -> int | None:
-        """Return the largest distance in bytes at which an input can move an output; None if unbounded."""
+        """Return the largest distance in bytes at which an input can move an output; None if
+        unbounded."""
         if self.honours is None:
             return 0
-        raise NotImplementedError(f"{type(self).__name__}: a sublayer with honours must define reach()")
+        raise NotImplementedError(
+            f"{type(self).__name__}: a sublayer with honours must define reach()"
+        )
 
     def project_(self) -> None:
-        """Clamp parameters to their legal range, without a device synchronisation. Idempotent; called after
-        initialisation, loading and every optimizer step. Shapes that depend on parameters are set by ``set_shapes``."""
+        """Clamp parameters to their legal range, without a device synchronisation. Idempotent;
+        called after initialisation, loading and every optimizer step. Shapes that depend on
+        parameters are set by ``set_shapes``."""
 
     def ideal_flops(self) -> int:
-        """Return forward FLOPs per byte, two per multiply-add, after a full past and with the present parameters. The
-        default counts all ``nn.Linear``."""
+        """Return forward FLOPs per byte, two per multiply-add, after a full past and with the
+        present parameters. The default counts all ``nn.Linear``."""
         return 2 * sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops | None:
-        """Return the FLOPs of a training step on segments of ``segment`` bytes after ``carried`` bytes of each stream.
-        None if unknown: the harness then counts ``ideal_flops`` for the forward pass and twice that for the backward
-        pass, and marks the number as an estimate."""
+        """Return the FLOPs of a training step on segments of ``segment`` bytes after ``carried``
+        bytes of each stream. None if unknown: the harness then counts ``ideal_flops`` for the
+        forward pass and twice that for the backward pass, and marks the number as an estimate."""
         return None
 
     def metrics(self, stats: Stats) -> Metrics:
@@ -197,38 +227,44 @@ class Sublayer(nn.Module):
         return {}
 
     def inspect(self, x: Tensor) -> Inspection | None:
-        """Return the ``Inspection`` of ``x [B, T, D]``, the first bytes of its streams; None if not supported.
-        ``weights_of`` of ``variants/context.py`` measures weights with the code that ``forward`` runs."""
+        """Return the ``Inspection`` of ``x [B, T, D]``, the first bytes of its streams; None if not
+        supported. ``weights_of`` of ``variants/context.py`` measures weights with the code that
+        ``forward`` runs."""
         return None
 
     def set_span(self, span: int) -> None:
-        """Set S to ``span`` positions; learned spans keep their lengths. A ValueError names the key ``eval.span``."""
+        """Set S to ``span`` positions; learned spans keep their lengths. A ValueError names the
+        key ``eval.span``."""
 
     def trim(self, state: State) -> State:
-        """Return the part of a state that the present parameters need; idempotent. The harness calls it if ``forward``
-        is compiled, because the size of this part may change from step to step."""
+        """Return the part of a state that the present parameters need; idempotent. The harness
+        calls it if ``forward`` is compiled, because the size of this part may change from step
+        to step."""
         return state
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """Return the name of the backend for ``device``. Raises ValueError if the configured one cannot run there."""
+        """Return the name of the backend for ``device``. Raises ValueError if the configured one
+        cannot run there."""
         return "plain"
 
     def backends(self, device: torch.device, *, training: bool) -> tuple[str, ...]:
-        """Return the names of all backends that may run on ``device``, in order of preference, without running any. On
-        a device for which the kernels have no tests, a run selects the first that agrees with ``plain``.
-        ``variants/backends.py`` implements this method for attention over a window."""
+        """Return the names of all backends that may run on ``device``, in order of preference,
+        without running any. On a device for which the kernels have no tests, a run selects the
+        first that agrees with ``plain``. ``variants/backends.py`` implements this method for
+        attention over a window."""
         return ("plain",)
 
 
 class Part(nn.Module):
-    """A component of a sublayer. Each ``_target_`` in a sublayer's keywords is one, except in ``any_module.py``.
-    Its ``ideal_flops()`` counts ``nn.Linear`` by default."""
+    """A component of a sublayer. Each ``_target_`` in a sublayer's keywords is one, except in
+    ``any_module.py``. Its ``ideal_flops()`` counts ``nn.Linear`` by default."""
 
     ideal_flops = Sublayer.ideal_flops
 
 
 class Spans(Part):
-    """Spans of a sublayer's heads. If they are learned, their parameters change the cost of a step."""
+    """Spans of a sublayer's heads. If they are learned, their parameters change the cost of a
+    step."""
 
     placeable: bool = False
     """Whether every head has one learned length that ``place_`` can set."""
@@ -238,7 +274,8 @@ class Spans(Part):
         raise NotImplementedError
 
     def lengths(self) -> Tensor | None:
-        """Return numbers ``[n]`` on the device that determine the shapes of the next step; None if there are none."""
+        """Return numbers ``[n]`` on the device that determine the shapes of the next step; None
+        if there are none."""
         return None
 
     def set_lengths(self, lengths: Sequence[float]) -> None:
@@ -247,7 +284,8 @@ class Spans(Part):
 
 
 def set_shapes(module: nn.Module) -> None:
-    """Set the shapes of all ``Spans`` inside a module, with one copy of their lengths from the device."""
+    """Set the shapes of all ``Spans`` inside a module, with one copy of their lengths from the
+    device."""
     spans = [part for part in module.modules() if isinstance(part, Spans)]
     lengths = [(part, tensor.detach()) for part in spans if (tensor := part.lengths()) is not None]
     if lengths:
@@ -258,10 +296,12 @@ def set_shapes(module: nn.Module) -> None:
 
 
 class Position(nn.Module):
-    """A position scheme. Each attention sublayer has one, and the embedding of the input has one with ``d_head=0``.
+    """A position scheme. Each attention sublayer has one, and the embedding of the input has one
+    with ``d_head=0``.
 
-    The positions of a segment are consecutive, so methods take only the first, ``start [B]``. A scheme can compute with
-    ``start`` in integers and with positions relative to it, so that stream position 10**7 is as exact as 0."""
+    The positions of a segment are consecutive, so methods take only the first, ``start [B]``. A
+    scheme can compute with ``start`` in integers and with positions relative to it, so that
+    stream position 10**7 is as exact as 0."""
 
     relative: bool = True
     """Whether scores depend only on differences of positions."""
@@ -274,34 +314,43 @@ class Position(nn.Module):
         super().__init__()
 
     def embed(self, x: Tensor, start: Tensor) -> Tensor:
-        """Add positions to ``x [B, T, D]``, the embedded bytes from stream position ``start`` on."""
+        """Add positions to ``x [B, T, D]``, the embedded bytes from stream position ``start``
+        on."""
         return x
 
     def rotate(self, x: Tensor, start: Tensor) -> Tensor:
-        """Rotate queries or keys ``x [B, H, T, K]``, from stream position ``start`` on, by their positions."""
+        """Rotate queries or keys ``x [B, H, T, K]``, from stream position ``start`` on, by their
+        positions."""
         return x
 
     @classmethod
     def ways(cls) -> frozenset[str]:
-        """Return the ``WAYS`` in which the scheme acts on a mechanism, from the methods that it defines."""
+        """Return the ``WAYS`` in which the scheme acts on a mechanism, from the methods that it
+        defines."""
         methods = {"rotate": "rotate", "decay": "slopes", "vectors": "vectors", "bias": "bias"}
-        ways = {way for way, name in methods.items() if getattr(cls, name) is not getattr(Position, name)}
+        ways = {
+            way
+            for way, name in methods.items()
+            if getattr(cls, name) is not getattr(Position, name)
+        }
         if ways & {"decay", "vectors"}:
             ways -= {"bias"}  # with slopes or vectors a scheme also defines the same term as a bias
         return frozenset(ways)
 
     def slopes(self, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Return slopes ``[H]`` if ``bias`` is ``-slope * x`` in column x, for mechanisms that decay sums; or None."""
+        """Return slopes ``[H]`` if ``bias`` is ``-slope * x`` in column x, for mechanisms that
+        decay sums; or None."""
         return None
 
     def vectors(self, max_keys: int) -> Tensor | None:
-        """Return a vector per distance, ``[max_keys, K]``, if ``bias`` is ``q @ vectors.T``, for kernels; or None."""
+        """Return a vector per distance, ``[max_keys, K]``, if ``bias`` is ``q @ vectors.T``, for
+        kernels; or None."""
         return None
 
     def bias(self, q: Tensor, max_keys: int) -> Tensor | None:
-        """Return the term that is added to scores of scaled queries ``q [B, H, T, K]``: a constant ``[H, max_keys]``,
-        or ``[B, H, T, max_keys]``, or None. Column x belongs to visible key x, counted from the
-        nearest. The default is the products with ``vectors``."""
+        """Return the term that is added to scores of scaled queries ``q [B, H, T, K]``: a constant
+        ``[H, max_keys]``, or ``[B, H, T, max_keys]``, or None. Column x belongs to visible key x,
+        counted from the nearest. The default is the products with ``vectors``."""
         vectors = self.vectors(max_keys)
         return None if vectors is None else q @ vectors.T.to(q.dtype)
 
@@ -311,8 +360,8 @@ class Position(nn.Module):
         return vectors, self.bias(q, max_keys) if vectors is None else None
 
     def ideal_flops(self, max_keys: float) -> float:
-        """Return forward FLOPs of ``bias`` per byte and head, linear in ``max_keys``; the backward pass needs twice as
-        many."""
+        """Return forward FLOPs of ``bias`` per byte and head, linear in ``max_keys``; the backward
+        pass needs twice as many."""
         return 0.0
 
 
@@ -335,7 +384,8 @@ def check_choice(allowed: Iterable[str], **choices: str) -> None:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Convert the terms of a statistic to float64, or to float32 on devices without float64 (Apple's GPUs)."""
+    """Convert the terms of a statistic to float64, or to float32 on devices without float64
+    (Apple's GPUs)."""
     return x.float() if x.device.type == "mps" else x.double()
 
 
@@ -347,7 +397,8 @@ def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
 
 
 def cat_streams(states: list[State]) -> State:
-    """Concatenate states of equal structure along dimension 0, streams; a single state is returned without a copy."""
+    """Concatenate states of equal structure along dimension 0, streams; a single state is
+    returned without a copy."""
     first = states[0]
     if len(states) == 1:
         return first

@@ -1,17 +1,22 @@
-"""Linear attention: a feature map in place of the softmax, so that two sums represent all of the past.
+"""Linear attention: a feature map in place of the softmax, so that two sums represent all of the
+past.
 
-    y_t = phi(q_t)^T S_t / phi(q_t)^T z_t,    S_t = sum_{j <= t} phi(k_j) v_j^T,    z_t = sum_{j <= t} phi(k_j),
+    y_t = phi(q_t)^T S_t / phi(q_t)^T z_t,    S_t = sum_{j <= t} phi(k_j) v_j^T,
+    z_t = sum_{j <= t} phi(k_j),
 
-phi(x) = elu(x) + 1, elementwise on unscaled queries and keys (2006.16236, 3.2 to 3.4). A segment is computed in chunks:
-a query is multiplied with each key of its chunk, and reads earlier keys from the sums (``kernels/decayed_sums.py``).
-The state is the sums.
+phi(x) = elu(x) + 1, elementwise on unscaled queries and keys (2006.16236, 3.2 to 3.4). A segment is
+computed in chunks: a query is multiplied with each key of its chunk, and reads earlier keys from
+the sums (``kernels/decayed_sums.py``). The state is the sums.
 
 Departures from the paper, and supported options:
-- The denominator has no epsilon: a query without keys (the first of a stream without ``attend_self``) gives 0.
-- ALiBi is computed exactly, as a decay of the sums with each byte. Rotary is refused, because elu is elementwise:
-  products of features of rotated vectors would depend on both positions, not only on their distance. Vectors per
-  distance, other biases and ``cache: hidden`` are refused because they need the keys.
-- There are no weights to drop, so dropout has no effect. In float32 without a decay, sums stop growing near 10^7 keys.
+- The denominator has no epsilon: a query without keys (the first of a stream without
+  ``attend_self``) gives 0.
+- ALiBi is computed exactly, as a decay of the sums with each byte. Rotary is refused, because elu
+  is elementwise: products of features of rotated vectors would depend on both positions, not only
+  on their distance. Vectors per distance, other biases and ``cache: hidden`` are refused because
+  they need the keys.
+- There are no weights to drop, so dropout has no effect. In float32 without a decay, sums stop
+  growing near 10^7 keys.
 """
 
 from typing import Unpack
@@ -37,7 +42,8 @@ from variants.multi_head import HeadKeywords, MultiHead
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
-    """Return elu(x) + 1. Below 0 it is exp(x), because the addition would round to 0 below -17 in float32."""
+    """Return elu(x) + 1. Below 0 it is exp(x), because the addition would round to 0 below -17
+    in float32."""
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
@@ -49,11 +55,12 @@ class SumsKeywords(HeadKeywords, total=False):
 
 
 class CarriedSums(MultiHead):
-    """Attention by carried sums. ``forward`` and ``ideal_flops`` are those of products of features and values, and
-    subclasses define the features; ``GatedDelta`` replaces all of them.
+    """Attention by carried sums. ``forward`` and ``ideal_flops`` are those of products of features
+    and values, and subclasses define the features; ``GatedDelta`` replaces all of them.
 
     Args:
-        chunk: C, bytes of a chunk, within which all pairs of queries and keys are multiplied; it changes only the cost.
+        chunk: C, bytes of a chunk, within which all pairs of queries and keys are multiplied; it
+            changes only the cost.
         heads: keywords of ``MultiHead``."""
 
     honours = Honours(position={"decay"}, attend_self={True, False})
@@ -67,7 +74,12 @@ class CarriedSums(MultiHead):
         self.chunk = self.period = chunk
 
     def forward(
-        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+        self,
+        x: Tensor,
+        state: State = None,
+        start: Tensor | None = None,
+        *,
+        collect_stats: bool = False,
     ) -> SublayerOutput:
         state, before = self.split_state(state)
         q, k, v = self.project(x, "query", "key", "value")
@@ -75,8 +87,11 @@ class CarriedSums(MultiHead):
         y, state = self._means(x, q, k, v, state)
         return SublayerOutput(self.join(y.to(v.dtype)), self.join_state(state, last_key))
 
-    def _means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return weighted means ``[B, H, T, K]`` of values, in float32 or wider, and the next state."""
+    def _means(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State
+    ) -> tuple[Tensor, State]:
+        """Return weighted means ``[B, H, T, K]`` of values, in float32 or wider, and the next
+        state."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -89,12 +104,13 @@ class CarriedSums(MultiHead):
         """Return None, unbounded, because a decaying sum includes all of the past."""
 
     def ideal_flops(self) -> int:
-        """Count projections, and for each head 2 F K to add a key's value to S, and 2 F (K + 1) to read S and z. Pairs
-        within a chunk are not counted, because they replace these products."""
+        """Count projections, and for each head 2 F K to add a key's value to S, and 2 F (K + 1) to
+        read S and z. Pairs within a chunk are not counted, because they replace these products."""
         return super().ideal_flops() + 2 * self.heads * self.features * (2 * self.d_head + 1)
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """All bytes have equal FLOPs; the backward pass has two products for each product of the forward pass."""
+        """All bytes have equal FLOPs; the backward pass has two products for each product of the
+        forward pass."""
         return NeededFlops.of_products(self.ideal_flops())
 
 
@@ -102,25 +118,32 @@ class LinearAttention(CarriedSums):
     """Attention by an elementwise feature map of queries and keys.
 
     Args:
-        feature_map: ``elu`` for elu(x) + 1 as in the paper, or ``relu``. With ``relu``, all weights of a query can be
-            0; its output is then 0.
+        feature_map: ``elu`` for elu(x) + 1 as in the paper, or ``relu``. With ``relu``, all weights
+            of a query can be 0; its output is then 0.
         sums: keywords of ``CarriedSums``."""
 
-    def __init__(self, context: LayerContext, *, feature_map: str = "elu", **sums: Unpack[SumsKeywords]):
+    def __init__(
+        self, context: LayerContext, *, feature_map: str = "elu", **sums: Unpack[SumsKeywords]
+    ):
         super().__init__(context, **sums)
         self.position = context.position(self.d_head)
         check_choice(FEATURE_MAPS, feature_map=feature_map)
         self.map, self.features = FEATURE_MAPS[feature_map], self.d_head
 
     def log_decay(self, x: Tensor) -> Tensor:
-        """Return the log decay for ``decayed_sums.attend``, from inputs ``x [B, T, D]``; in this class from slopes."""
+        """Return the log decay for ``decayed_sums.attend``, from inputs ``x [B, T, D]``; in this
+        class from slopes."""
         slopes = self.position.slopes(x.dtype)
         return x.new_zeros(1, 1, 1, 1) if slopes is None else -slopes[None, :, None, None]
 
-    def _means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
+    def _means(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State
+    ) -> tuple[Tensor, State]:
         """The state is S and z, ``[B, H, F, K + 1]``."""
         dtype = torch.promote_types(v.dtype, torch.float32)
         with without_autocast(v.device):
             q, k, decay = self.map(q.to(dtype)), self.map(k.to(dtype)), self.log_decay(x.to(dtype))
             v = F.pad(v.to(dtype), (0, 1), value=1.0)  # the column of ones sums the weights
-            return normalize(*attend(q, k, v, decay, sums=state, attend_self=not self.shift, chunk=self.chunk))
+            return normalize(
+                *attend(q, k, v, decay, sums=state, attend_self=not self.shift, chunk=self.chunk)
+            )

@@ -1,25 +1,28 @@
 """Causal Linformer: learned projections summarise finished blocks of the past.
 
-    s_j = sum_i E_i k_{jr+i},   u_j = sum_i F_i v_{jr+i}                 over bytes i = 0 .. r-1 of block j
+    s_j = sum_i E_i k_{jr+i},   u_j = sum_i F_i v_{jr+i}   over bytes i = 0 .. r-1 of block j
     y_t = W_o concat_h(softmax([q_t . k_m ; q_t . s_j] / sqrt(K)) [v_m ; u_j])
 
-One softmax has the w nearest keys k_m and the summaries s_j of blocks: at most w + S/r keys per query, not S. In the
-paper (2006.04768, 4) a summary mixes the whole sequence, so it depends on future bytes, which no mask hides. Here a
-summary covers one block, with the same weights in every block. The paper has no window; without it, queries would not
-see the open block, which is not finished.
+One softmax has the w nearest keys k_m and the summaries s_j of blocks: at most w + S/r keys per
+query, not S. In the paper (2006.04768, 4) a summary mixes the whole sequence, so it depends on
+future bytes, which no mask hides. Here a summary covers one block, with the same weights in every
+block. The paper has no window; without it, queries would not see the open block, which is not
+finished.
 
-- A query sees the summary of a finished block if the block's first byte is outside the window, and all of its bytes
-  are among the query's S positions. Keys are summarised unrotated; a summary has the position of its block's last byte.
-- With ``top_k`` a query reads only the summaries of largest index score (A x_t) . (C mean_i k_i) / sqrt(I), the same
-  for all heads. As in DeepSeek-V3.2 (2512.02556, 2.1), only KL(p_t || softmax of index scores) over all visible
-  summaries trains the index. p_t is the mean over heads of the attention weights among these summaries. p_t and the
-  inputs of the index are detached. The loss has no coefficient, because nothing else trains the index. DeepSeek-V3.2
-  differs in two things: its index score sums ReLUs over index heads, and its sparse stage of training takes the KL over
+- A query sees the summary of a finished block if the block's first byte is outside the window, and
+  all of its bytes are among the query's S positions. Keys are summarised unrotated; a summary has
+  the position of its block's last byte.
+- With ``top_k`` a query reads only the summaries of largest index score (A x_t) . (C mean_i k_i) /
+  sqrt(I), the same for all heads. As in DeepSeek-V3.2 (2512.02556, 2.1), only KL(p_t || softmax of
+  index scores) over all visible summaries trains the index. p_t is the mean over heads of the
+  attention weights among these summaries. p_t and the inputs of the index are detached. The loss
+  has no coefficient, because nothing else trains the index. DeepSeek-V3.2 differs in two things:
+  its index score sums ReLUs over index heads, and its sparse stage of training takes the KL over
   the selected keys only.
-- A block is summarised when its first byte is about to leave the window, not earlier: a carried summary gives the
-  compressor no gradient.
-- ``compressor: softmax`` with ``top_k`` is a small version of compressed attention of 2025-26 (2502.11089, 3.3,
-  DeepSeek-V4)."""
+- A block is summarised when its first byte is about to leave the window, not earlier: a carried
+  summary gives the compressor no gradient.
+- ``compressor: softmax`` with ``top_k`` is a small version of compressed attention of 2025-26
+  (2502.11089, 3.3, DeepSeek-V4)."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -46,14 +49,21 @@ from variants.contract import (
 )
 from variants.kernels.window import count_pairs, replaced
 from variants.multi_head import MultiHead, head_means, head_stats, start_of
-from variants.window_and_summaries import Summaries, WindowKeys, by_bands, by_kernel, summary_weights
+from variants.window_and_summaries import (
+    Summaries,
+    WindowKeys,
+    by_bands,
+    by_kernel,
+    summary_weights,
+)
 
 
 class Carried(NamedTuple):
-    """The state. Rows are padded in front, so that streams of any length fit into one batch. The last three tensors are
-    ``[1]`` before the first segment."""
+    """The state. Rows are padded in front, so that streams of any length fit into one batch. The
+    last three tensors are ``[1]`` before the first segment."""
 
-    past: Tensor  # unrotated keys and values [B, P, 2 H K] or inputs [B, P, D], of the window and the open block
+    # unrotated keys and values [B, P, 2 H K] or inputs [B, P, D], of the window and the open block
+    past: Tensor
     summaries: Tensor  # keys after position encoding, values and index keys, [B, N, 2 H K (+ I)]
     phase: Tensor  # bytes of the open block, int64 [B]
     past_bytes: Tensor  # bytes of the past that are not padding, int64 [B]
@@ -71,7 +81,9 @@ class Linformer(MultiHead, OnKernels):
         d_index: I, width of the index that ranks summaries, from 1.
         d_head, zero_init, key_shift: see ``MultiHead``."""
 
-    honours = Honours(position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True)
+    honours = Honours(
+        position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True
+    )
     runs_on = (CpuKernel, Plain)
 
     def __init__(
@@ -93,7 +105,9 @@ class Linformer(MultiHead, OnKernels):
         window = max(1, context.span // 4) if window is None else window
         if context.span <= max(window, ratio - self.shift):
             least = f"above window={window} and ratio={ratio}{' - 1' * self.shift}"
-            raise ValueError(f"model.span={context.span}: must be {least}, or no query sees a summary")
+            raise ValueError(
+                f"model.span={context.span}: must be {least}, or no query sees a summary"
+            )
         self.blocks, self.period = Blocks(ratio, window, context.span, self.shift, top_k), ratio
         self.inner = self.heads * self.d_head
         self.d_index = d_index if top_k else 0
@@ -104,10 +118,16 @@ class Linformer(MultiHead, OnKernels):
         sizes = {"ratio": ratio, "heads": self.heads, "d_head": self.d_head}
         self.compressor = Compressor(context, kind=compressor, share=share, **sizes)
         self.position = context.position(self.d_head)
-        self.extra_rows = self.key_past if self.cache == "hidden" else 0  # carried inputs before those of P keys
+        # carried inputs before those of P keys
+        self.extra_rows = self.key_past if self.cache == "hidden" else 0
 
     def forward(
-        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+        self,
+        x: Tensor,
+        state: State = None,
+        start: Tensor | None = None,
+        *,
+        collect_stats: bool = False,
     ) -> SublayerOutput:
         start = start_of(x, start)
         state, before = self.split_state(state)
@@ -141,21 +161,36 @@ class Linformer(MultiHead, OnKernels):
         return Carried(past, summaries, *torch.zeros(3, 1, dtype=torch.int64, device=x.device))
 
     def _summarise(self, segment: Tensor, past: Tensor, start: Tensor, carried: Carried) -> Tensor:
-        """Return s_j and u_j, ``[B, N + M, 2 H K (+ I)]``: the carried ones, padded to N, then those of M = ceil(T / r)
-        blocks. The first of the M blocks is ``lag`` blocks before the open one, and the last may be unfinished."""
-        ratio, phase, count = self.blocks.ratio, carried.phase, -(-segment.shape[1] // self.blocks.ratio)
+        """Return s_j and u_j, ``[B, N + M, 2 H K (+ I)]``: the carried ones, padded to N, then
+        those of M = ceil(T / r) blocks. The first of the M blocks is ``lag`` blocks before the
+        open one, and the last may be unfinished."""
+        ratio, phase, count = (
+            self.blocks.ratio,
+            carried.phase,
+            -(-segment.shape[1] // self.blocks.ratio),
+        )
         rows = torch.cat([_last_rows(past, self.blocks.unsummarised), segment], dim=1)
-        rows = _rows_from(rows, (ratio - 1 - phase).expand(len(rows)), count * ratio).unflatten(1, (count, ratio))
+        rows = _rows_from(rows, (ratio - 1 - phase).expand(len(rows)), count * ratio).unflatten(
+            1, (count, ratio)
+        )
         s, u = self.compressor(rows).chunk(2, dim=-1)
-        ends = torch.arange(1, count + 1, device=segment.device) - self.blocks.lag  # of blocks, from the open one
-        last = (start - phase)[:, None] + ratio * ends - 1  # position of a block's last byte, [B, M]
+        # of blocks, from the open one
+        ends = torch.arange(1, count + 1, device=segment.device) - self.blocks.lag
+        # position of a block's last byte, [B, M]
+        last = (start - phase)[:, None] + ratio * ends - 1
         s = rearrange(s, "B M (H K) -> (B M) H 1 K", H=self.heads)
         s = rearrange(self.position.rotate(s, last.flatten()), "(B M) H 1 K -> B M (H K)", M=count)
-        index_keys = [self.index_key(rows[..., : self.inner].mean(dim=2).detach())] if self.d_index else []
+        index_keys = (
+            [self.index_key(rows[..., : self.inner].mean(dim=2).detach())] if self.d_index else []
+        )
         new = torch.cat([s, u, *index_keys], dim=-1)
-        return torch.cat([_last_rows(carried.summaries.to(new.dtype), self.blocks.max_visible), new], dim=1)
+        return torch.cat(
+            [_last_rows(carried.summaries.to(new.dtype), self.blocks.max_visible), new], dim=1
+        )
 
-    def _window_keys(self, segment: Tensor, past: Tensor, start: Tensor, carried: Carried) -> WindowKeys:
+    def _window_keys(
+        self, segment: Tensor, past: Tensor, start: Tensor, carried: Carried
+    ) -> WindowKeys:
         """Return keys, after position encoding, and values that windows may include."""
         past = _last_rows(past, min(self.blocks.window_past, past.shape[1]))
         tensors = []
@@ -164,20 +199,30 @@ class Linformer(MultiHead, OnKernels):
             tensors += [self.position.rotate(self.split(k), position), self.split(v)]
         return WindowKeys(*tensors, carried.past_bytes)
 
-    def _chunk_summaries(self, length: int, summaries: Tensor, carried: Carried) -> tuple[Summaries, Tensor]:
-        """Return G summaries for each of n chunks of Q queries, and their index keys ``[B, n, G, I]``."""
+    def _chunk_summaries(
+        self, length: int, summaries: Tensor, carried: Carried
+    ) -> tuple[Summaries, Tensor]:
+        """Return G summaries for each of n chunks of Q queries, and their index keys ``[B, n, G,
+        I]``."""
         blocks, (chunks, size), device = self.blocks, self.blocks.chunks(length), summaries.device
         first = size * torch.arange(chunks, device=device)[:, None]  # [n, 1]
-        j = first // blocks.ratio + blocks.visible_indices(size, device)  # [n, G]; 0 is the first carried summary
-        # Not ``summaries[:, j]``: on a GPU, TorchInductor (2.11 and 2.13) never ends simplifying such an index.
+        # [n, G]; 0 is the first carried summary
+        j = first // blocks.ratio + blocks.visible_indices(size, device)
+        # Not ``summaries[:, j]``: on a GPU, TorchInductor (2.11 and 2.13) never ends simplifying
+        # such an index.
         step, n_visible = max(1, size // blocks.ratio), j.shape[1]
         missing = step * (chunks - 1) + n_visible - summaries.shape[1]
-        rows = F.pad(summaries, (0, 0, 0, missing)).unfold(1, n_visible, step).mT  # [B, n, G, 2 H K (+ I)]
+        # [B, n, G, 2 H K (+ I)]
+        rows = F.pad(summaries, (0, 0, 0, missing)).unfold(1, n_visible, step).mT
         s, u, index_keys = rows.split([self.inner, self.inner, self.d_index], dim=-1)
         k, v = (rearrange(part, "B n G (H K) -> B n H G K", H=self.heads) for part in (s, u))
         phase, finished = carried.phase[:, None, None, None], carried.finished[:, None, None, None]
-        max_finished, t = blocks.max_visible + blocks.lag, (first + torch.arange(size, device=device))[:, :, None]
-        distance = phase + t + blocks.ratio * (max_finished - j[:, None])  # from the query to the block's first byte
+        max_finished, t = (
+            blocks.max_visible + blocks.lag,
+            (first + torch.arange(size, device=device))[:, :, None],
+        )
+        # from the query to the block's first byte
+        distance = phase + t + blocks.ratio * (max_finished - j[:, None])
         visible = (distance >= blocks.nearest) & (distance < blocks.span + blocks.shift)
         visible = visible & (j[:, None] >= max_finished - finished)
         return Summaries(k, v, visible, distance - (blocks.ratio - 1) - blocks.shift), index_keys
@@ -185,12 +230,14 @@ class Linformer(MultiHead, OnKernels):
     def _select_summaries(self, summaries: Summaries, scores: Tensor) -> Summaries:
         """Hide the summaries that a query does not read, by index scores ``[B, n, Q, G]``."""
         visible = summaries.visible.expand_as(scores)
-        top = top_mask(scores.masked_fill(~visible, -torch.inf), self.blocks.n_read(scores.shape[-1]))
+        top = top_mask(
+            scores.masked_fill(~visible, -torch.inf), self.blocks.n_read(scores.shape[-1])
+        )
         return replaced(summaries, visible=visible & top)
 
     def _index_loss(self, q: Tensor, summaries: Summaries, scores: Tensor) -> Tensor:
-        """Return KL(p_t || softmax of index scores ``[B, n, Q, G]``), as a mean over bytes. The KL of a query that sees
-        no summary is 0."""
+        """Return KL(p_t || softmax of index scores ``[B, n, Q, G]``), as a mean over bytes. The KL
+        of a query that sees no summary is 0."""
         p = summary_weights(q, summaries, blocks=self.blocks, position=self.position).mean(dim=2)
         hidden = ~summaries.visible
         scores = scores.to(p.dtype).masked_fill(hidden, torch.finfo(p.dtype).min)
@@ -205,13 +252,17 @@ class Linformer(MultiHead, OnKernels):
             return by_kernel(q, keys, summaries, **options)
         options |= {"dropout": self.dropout if self.training else 0.0}
         if self.d_index and torch.is_grad_enabled():
-            # With ``top_k`` blocks may be short and summaries many, so the backward pass computes scores again.
-            return checkpoint.checkpoint(by_bands, q, keys, summaries, use_reentrant=False, **options)
+            # With ``top_k`` blocks may be short and summaries many, so the backward pass computes
+            # scores again.
+            return checkpoint.checkpoint(
+                by_bands, q, keys, summaries, use_reentrant=False, **options
+            )
         return by_bands(q, keys, summaries, **options)
 
     @torch.no_grad()
     def _stats(self, q: Tensor, keys: WindowKeys, summaries: Summaries) -> Stats:
-        """Measure the attention mass on summaries, with values of 1 on summaries and of 0 in the window."""
+        """Measure the attention mass on summaries, with values of 1 on summaries and of 0 in the
+        window."""
         keys = replaced(keys, v=torch.zeros_like(keys.v), old_v=torch.zeros_like(keys.old_v))
         summaries = replaced(summaries, v=torch.ones_like(summaries.v))
         return head_stats(q, summary_mass=self._attend(q, keys, summaries)[..., 0])
@@ -224,7 +275,8 @@ class Linformer(MultiHead, OnKernels):
     def _next_state(self, rows: Tensor, summaries: Tensor, carried: Carried) -> State:
         """Return the next state; ``rows`` are the segment's keys and values, or its inputs."""
         (streams, length, _), blocks = rows.shape, self.blocks
-        block_bytes = carried.phase.expand(streams) + length  # bytes since the beginning of the open block
+        # bytes since the beginning of the open block
+        block_bytes = carried.phase.expand(streams) + length
         past_rows = blocks.past + self.extra_rows
         past = torch.cat([carried.past.to(rows.dtype), rows[:, -max(1, past_rows) :]], dim=1)
         return tuple(
@@ -233,7 +285,9 @@ class Linformer(MultiHead, OnKernels):
                 summaries=_rows_from(summaries, block_bytes // blocks.ratio, blocks.max_visible),
                 phase=block_bytes % blocks.ratio,
                 past_bytes=(carried.past_bytes.expand(streams) + length).clamp(max=blocks.past),
-                finished=(carried.finished + block_bytes // blocks.ratio).clamp(max=blocks.max_visible + blocks.lag),
+                finished=(carried.finished + block_bytes // blocks.ratio).clamp(
+                    max=blocks.max_visible + blocks.lag
+                ),
             )
         )
 
@@ -245,18 +299,23 @@ class Linformer(MultiHead, OnKernels):
         self.blocks = replace(self.blocks, span=span)
 
     def ideal_flops(self) -> int:
-        """Count projections, the compressor, and scores and values of window and summaries, as a mean over phases."""
+        """Count projections, the compressor, and scores and values of window and summaries, as a
+        mean over phases."""
         return round(self._forward_flops(self.blocks.window_keys, *self.blocks.mean_visible()))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Count the keys and summaries that queries read; after a full past, count their mean over phases.
+        """Count the keys and summaries that queries read; after a full past, count their mean over
+        phases.
 
-        With ``cache: kv`` the past has no gradient. Carried summaries have no gradient; new ones have one where
-        they depend on a parameter. With ``top_k``, queries are assumed to read summaries of the segment first. The
-        loss of the index adds the attention scores of unread summaries to the forward pass. In the backward pass, the
-        inputs of the index have no gradient."""
+        With ``cache: kv`` the past has no gradient. Carried summaries have no gradient; new ones
+        have one where they depend on a parameter. With ``top_k``, queries are assumed to read
+        summaries of the segment first. The loss of the index adds the attention scores of unread
+        summaries to the forward pass. In the backward pass, the inputs of the index have no
+        gradient."""
         ratio = self.blocks.ratio
-        in_segment, past = count_pairs(segment, carried, self.blocks.window_keys, shift=self.blocks.shift)
+        in_segment, past = count_pairs(
+            segment, carried, self.blocks.window_keys, shift=self.blocks.shift
+        )
         if carried < self.blocks.span + ratio:
             counts = [self.blocks.visible_at(carried + t) for t in range(segment)]
             visible, read = sum(counts), sum(map(self.blocks.n_read, counts))
@@ -268,8 +327,12 @@ class Linformer(MultiHead, OnKernels):
         index_past = min(carried, carried % ratio + lag_bytes)
         value_past = min(carried, carried % ratio + learns_from_past * lag_bytes)
         index_pairs = sum(self.blocks.visible_at(index_past + t) for t in range(segment))
-        value_pairs = sum(self.blocks.n_read(self.blocks.visible_at(value_past + t)) for t in range(segment))
-        forward = self._forward_flops((in_segment + past) / segment, visible / segment, read / segment)
+        value_pairs = sum(
+            self.blocks.n_read(self.blocks.visible_at(value_past + t)) for t in range(segment)
+        )
+        forward = self._forward_flops(
+            (in_segment + past) / segment, visible / segment, read / segment
+        )
         unread = (visible - read) / segment
         target_flops = self.heads * (2 * unread * self.d_head + self.position.ideal_flops(unread))
         needed = NeededFlops(forward + target_flops, 2 * forward - 2 * self._index_sizes())
@@ -282,16 +345,27 @@ class Linformer(MultiHead, OnKernels):
         key_inputs = min(carried, inputs + self.key_past)
         products = key_inputs * self.key.weight.numel() + inputs * self.value.weight.numel()
         reprojection = 2 * products / segment
-        return NeededFlops(needed.forward + reprojection, needed.backward + reprojection - unneeded / segment)
+        return NeededFlops(
+            needed.forward + reprojection, needed.backward + reprojection - unneeded / segment
+        )
 
     def _forward_flops(self, window_keys: float, visible: float, read: float) -> float:
-        """Return FLOPs per byte if a query sees ``window_keys`` keys and reads ``read`` of ``visible`` summaries."""
-        per_head = 4 * (window_keys + read) * self.d_head + self.position.ideal_flops(window_keys + read)
+        """Return FLOPs per byte if a query sees ``window_keys`` keys and reads ``read`` of
+        ``visible`` summaries."""
+        per_head = 4 * (window_keys + read) * self.d_head + self.position.ideal_flops(
+            window_keys + read
+        )
         matrices = self.matrix_sizes() + self._index_sizes()
-        return 2 * matrices + self.compressor.ideal_flops() + self.heads * per_head + 2 * visible * self.d_index
+        return (
+            2 * matrices
+            + self.compressor.ideal_flops()
+            + self.heads * per_head
+            + 2 * visible * self.d_index
+        )
 
     def _index_sizes(self) -> float:
-        """Return multiply-adds per byte of the index's projections: one query per byte, and one key per block."""
+        """Return multiply-adds per byte of the index's projections: one query per byte, and one
+        key per block."""
         if not self.d_index:
             return 0
         return self.index_query.weight.numel() + self.index_key.weight.numel() / self.blocks.ratio
@@ -303,7 +377,8 @@ def _last_rows(x: Tensor, n: int) -> Tensor:
 
 
 def _rows_from(x: Tensor, first: Tensor, n: int) -> Tensor:
-    """Return n rows of ``x [B, L, m]`` from ``first [B]`` on; beyond the end the last row repeats."""
+    """Return n rows of ``x [B, L, m]`` from ``first [B]`` on; beyond the end the last row
+    repeats."""
     index = (first[:, None] + torch.arange(n, device=x.device)).clamp(max=x.shape[1] - 1)  # [B, n]
     index = index + x.shape[1] * torch.arange(len(x), device=x.device)[:, None]
     return x.flatten(0, 1).index_select(0, index.flatten()).unflatten(0, index.shape)

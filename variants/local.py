@@ -1,14 +1,17 @@
-"""Local attention: the stream is cut into blocks of M bytes, and a query sees the keys of its block up to itself.
+"""Local attention: the stream is cut into blocks of M bytes, and a query sees the keys of its block
+up to itself.
 
-    y_t = W_o concat_h sum_j a_tj v_j,   a_t = softmax_j((q_t . k_j + position) / sqrt(K)),   M floor(t / M) <= j <= t
+    y_t = W_o concat_h sum_j a_tj v_j,   a_t = softmax_j((q_t . k_j + position) / sqrt(K)),
+    M floor(t / M) <= j <= t
 
-1801.10198, 4.2.4 has blocks of 256, with attention inside each. Blocks begin at the stream's first byte, so outputs do
-not depend on segment boundaries. The last block of a stream is open until it is complete. The state is the last M - 1
-keys and values, without a gradient, and the phase of the stream: the number of bytes in the open block.
+1801.10198, 4.2.4 has blocks of 256, with attention inside each. Blocks begin at the stream's first
+byte, so outputs do not depend on segment boundaries. The last block of a stream is open until it is
+complete. The state is the last M - 1 keys and values, without a gradient, and the phase of the
+stream: the number of bytes in the open block.
 
-Backends get the independent blocks as separate streams. If the phases can be read on the host, streams of equal phase
-are computed in one batch: first the remaining bytes of the open block, then whole blocks. If the phases are only on
-the device, rows are moved to their blocks by index."""
+Backends get the independent blocks as separate streams. If the phases can be read on the host,
+streams of equal phase are computed in one batch: first the remaining bytes of the open block, then
+whole blocks. If the phases are only on the device, rows are moved to their blocks by index."""
 
 from dataclasses import replace
 from typing import Unpack
@@ -27,7 +30,8 @@ from variants.kernels.window import PastKV, Window
 from variants.multi_head import HeadKeywords, start_of
 
 ROWS_AT_ONCE = 128
-"""Queries of a block that plain PyTorch computes at a time, to skip most scores above the diagonal."""
+"""Queries of a block that plain PyTorch computes at a time, to skip most scores above the
+diagonal."""
 
 
 class LocalAttention(Attention):
@@ -65,10 +69,16 @@ class LocalAttention(Attention):
         return self.block - 1 + self.key_past
 
     def forward(
-        self, x: Tensor, state: State = None, start: Tensor | None = None, *, collect_stats: bool = False
+        self,
+        x: Tensor,
+        state: State = None,
+        start: Tensor | None = None,
+        *,
+        collect_stats: bool = False,
     ) -> SublayerOutput:
-        """The state is the number of bytes in the open block, int64 ``[B]``, and the last M - 1 keys and values of the
-        stream, ``[B, H, M - 1, K]`` each, or inputs ``[B, M - 1, D]``, padded with zeros in front."""
+        """The state is the number of bytes in the open block, int64 ``[B]``, and the last M - 1
+        keys and values of the stream, ``[B, H, M - 1, K]`` each, or inputs ``[B, M - 1, D]``,
+        padded with zeros in front."""
         state, before = self.key_before(state, x)
         segment, length = self.project_qkv(x, start_of(x, start), before), x.shape[1]
         new = [x] if self.cache == "hidden" else [segment.k, segment.v]
@@ -76,10 +86,18 @@ class LocalAttention(Attention):
             phase, old = torch.zeros_like(segment.start), [part[..., :0, :] for part in new]
             y = self._attend_from_block_start(*segment[1:4])  # q, k, v
         else:
-            # After a change of the block size, the first byte of the open block begins a block of the new size.
+            # After a change of the block size, the first byte of the open block begins a block of
+            # the new size.
             phase = state[0] % self.block
-            old = [self._last_rows(part).to(rows.dtype) for part, rows in zip(state[1:], new, strict=True)]
-            past = self.reproject_past(*old, segment, self.block - 1, ALL)[:2] if self.cache == "hidden" else old
+            old = [
+                self._last_rows(part).to(rows.dtype)
+                for part, rows in zip(state[1:], new, strict=True)
+            ]
+            past = (
+                self.reproject_past(*old, segment, self.block - 1, ALL)[:2]
+                if self.cache == "hidden"
+                else old
+            )
             keys, values = (torch.cat(pair, dim=2) for pair in zip(past, segment[2:4], strict=True))
             attend = self._attend_by_phase if is_on_host(phase) else self._attend_by_index
             y = attend(segment.q, keys, values, phase)
@@ -88,8 +106,8 @@ class LocalAttention(Attention):
         return SublayerOutput(self.output(y), self.join_state(state, segment.last_key))
 
     def _last_rows(self, rows: Tensor) -> Tensor:
-        """Return a copy of the last M - 1 rows of ``rows [.., P, width]``, padded with zeros in front. If they are
-        inputs and keys are shifted, return M rows."""
+        """Return a copy of the last M - 1 rows of ``rows [.., P, width]``, padded with zeros in
+        front. If they are inputs and keys are shifted, return M rows."""
         n_rows = self.block - 1 + (self.key_past if self.cache == "hidden" else 0)
         return F.pad(rows, (0, 0, n_rows - rows.shape[-2], 0))
 
@@ -106,32 +124,40 @@ class LocalAttention(Attention):
         return rearrange(y, "(B n) H M K -> B (n M) (H K)", B=streams)[:, :length]
 
     def _attend_by_phase(self, q: Tensor, keys: Tensor, values: Tensor, phases: Tensor) -> Tensor:
-        """Return head outputs ``[B, T, H K]``, with phases ``[B]`` on the host. ``keys`` and ``values`` have M - 1 past
-        rows, then those of the segment."""
+        """Return head outputs ``[B, T, H K]``, with phases ``[B]`` on the host. ``keys`` and
+        ``values`` have M - 1 past rows, then those of the segment."""
         phases, past, outputs, order = phases.tolist(), self.block - 1, [], []
         for phase in sorted(set(phases)):
             streams = [b for b in range(len(phases)) if phases[b] == phase]
-            group_q, *kv = (x if len(streams) == len(phases) else x[streams] for x in (q, keys, values))
+            group_q, *kv = (
+                x if len(streams) == len(phases) else x[streams] for x in (q, keys, values)
+            )
             remaining = min(q.shape[2], self.block - phase)
-            open_block = [group_q[:, :, :remaining], *(x[:, :, past - phase : past + remaining] for x in kv)]
+            open_block = [
+                group_q[:, :, :remaining],
+                *(x[:, :, past - phase : past + remaining] for x in kv),
+            ]
             y = rearrange(self._attend_blocks(*open_block), "B H T K -> B T (H K)")
             if remaining < q.shape[2]:
                 later = [group_q[:, :, remaining:], *(x[:, :, past + remaining :] for x in kv)]
                 y = torch.cat([y, self._attend_from_block_start(*later)], dim=1)
             outputs.append(y)
             order += streams
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)[torch.tensor(order).argsort()]
+        return (
+            outputs[0] if len(outputs) == 1 else torch.cat(outputs)[torch.tensor(order).argsort()]
+        )
 
     def _attend_by_index(self, q: Tensor, keys: Tensor, values: Tensor, phases: Tensor) -> Tensor:
-        """Compute ``_attend_by_phase`` with phases on the device. Indices beyond either end are clamped; the outputs of
-        these rows are not used."""
+        """Compute ``_attend_by_phase`` with phases on the device. Indices beyond either end are
+        clamped; the outputs of these rows are not used."""
         (streams, heads, length, _), size = q.shape, self.block
         blocks = -(-(size - 1 + length) // size)
         offset = torch.arange(blocks * size, device=q.device).view(blocks, 1, size)
         stream = torch.arange(streams * heads, device=q.device).view(streams, 1, heads, 1)
         phase = phases.view(-1, 1, 1, 1)
 
-        def cut(x: Tensor, first: Tensor) -> Tensor:  # [B, H, L, K] -> [B n, H, M, K], from row ``first`` on
+        # [B, H, L, K] -> [B n, H, M, K], from row ``first`` on
+        def cut(x: Tensor, first: Tensor) -> Tensor:
             rows = (first + offset).clamp(0, x.shape[2] - 1) + stream * x.shape[2]
             return F.embedding(rows.flatten(0, 1), x.flatten(0, 2))
 
@@ -142,10 +168,15 @@ class LocalAttention(Attention):
         return F.embedding(first[:, None] + torch.arange(length, device=q.device), y)
 
     def _attend_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return head outputs ``[N, H, T, K]`` of the last T bytes of N blocks, with keys ``[N, H, P + T, K]``."""
+        """Return head outputs ``[N, H, T, K]`` of the last T bytes of N blocks, with keys ``[N,
+        H, P + T, K]``."""
         backend, rows = self.chosen_backend(q.device), q.shape[2]
         attend = self.attend if self.is_traced(q.device) else self._attend_uncompiled
-        size, block_past, outputs = ROWS_AT_ONCE if backend.has_all_scores else rows, k.shape[2] - rows, []
+        size, block_past, outputs = (
+            ROWS_AT_ONCE if backend.has_all_scores else rows,
+            k.shape[2] - rows,
+            [],
+        )
         for begin in range(0, rows, size):
             end = block_past + min(begin + size, rows)
             n_past = block_past + begin if backend.reads_parts else 0
@@ -164,11 +195,13 @@ class LocalAttention(Attention):
         if self.follows_span:
             super().set_span(max(1 + self.shift, span // 4))
         elif span < self.block:
-            raise ValueError(f"eval.span={span}: allowed are integers from {self.block}, the bytes of a block")
+            raise ValueError(
+                f"eval.span={span}: allowed are integers from {self.block}, the bytes of a block"
+            )
 
     def ideal_flops(self) -> int:
-        """Count as in ``Attention``, with the mean over a block of 1 to M keys, or of 0 to M - 1 without
-        ``attend_self``."""
+        """Count as in ``Attention``, with the mean over a block of 1 to M keys, or of 0 to M - 1
+        without ``attend_self``."""
         return round(self._forward_flops((self.block + 1) / 2 - self.shift))
 
     def _pairs(self, segment: int, carried: int) -> tuple[int, int, int, int]:
@@ -176,7 +209,10 @@ class LocalAttention(Attention):
 
         def pairs(length: int) -> int:  # of the first ``length`` bytes of a stream
             blocks, remaining = divmod(length, self.block)
-            return sum(n * (m * (m + 1) // 2 - m * self.shift) for n, m in ((blocks, self.block), (1, remaining)))
+            return sum(
+                n * (m * (m + 1) // 2 - m * self.shift)
+                for n, m in ((blocks, self.block), (1, remaining))
+            )
 
         past = phase * min(segment, self.block - phase)
         in_segment = pairs(phase + segment) - pairs(phase) - past
@@ -186,4 +222,8 @@ class LocalAttention(Attention):
 
 def is_on_host(x: Tensor) -> bool:
     """Whether the elements of a tensor can be read without waiting for a device."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not isinstance(x, FakeTensor)
+    return (
+        x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not isinstance(x, FakeTensor)
+    )

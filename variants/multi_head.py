@@ -1,4 +1,5 @@
-"""The base class of mechanisms with H heads of width K, with projections to queries, keys and values."""
+"""The base class of mechanisms with H heads of width K, with projections to queries, keys and
+values."""
 
 from typing import TypedDict
 
@@ -25,13 +26,15 @@ class HeadKeywords(TypedDict, total=False):
 
 
 class MultiHead(Sublayer):
-    """A sublayer with linear maps of its input to queries, keys and values, and of head outputs to width D.
+    """A sublayer with linear maps of its input to queries, keys and values, and of head outputs to
+    width D.
 
     Args:
         context: see ``LayerContext``.
         d_head: head width K, or None for D / H.
         bias: whether the projections have biases.
-        kv_heads: G, key-value heads, each read by H / G query heads (2305.13245; G = 1 is 1911.02150); None for H.
+        kv_heads: G, key-value heads, each read by H / G query heads (2305.13245; G = 1 is
+            1911.02150); None for H.
         zero_init: start W_o at zero, so that the sublayer adds nothing at first.
         key_shift: whether each key is mixed with the key before it (``key_shift.py``)."""
 
@@ -53,9 +56,14 @@ class MultiHead(Sublayer):
         super().__init__()
         check_numbers(1, d_head=d_head, null="null for D / H")
         if kv_heads is not None and (kv_heads < 1 or context.heads % kv_heads):
-            raise ValueError(f"kv_heads={kv_heads}: must divide model.heads={context.heads}; null for model.heads")
+            raise ValueError(
+                f"kv_heads={kv_heads}: must divide model.heads={context.heads}; null for "
+                "model.heads"
+            )
         if d_head is None and context.d_model % context.heads:
-            raise ValueError(f"model.heads={context.heads} must divide model.d_model={context.d_model}")
+            raise ValueError(
+                f"model.heads={context.heads} must divide model.d_model={context.d_model}"
+            )
         self.heads, self.d_head = context.heads, d_head or context.d_model // context.heads
         self.kv_heads = kv_heads or self.heads
         for name in self.maps:
@@ -95,7 +103,8 @@ class MultiHead(Sublayer):
         return F.linear(x, concatenate("weight"), concatenate("bias"))
 
     def split_state(self, state: State) -> tuple[State, Tensor | None]:
-        """Return a state without the last unmixed key that ``join_state`` added, and this key or None."""
+        """Return a state without the last unmixed key that ``join_state`` added, and this key or
+        None."""
         if self.key_shift is None or state is None or self.cache == "hidden":
             return state, None
         return state
@@ -104,8 +113,11 @@ class MultiHead(Sublayer):
     def join_state(state: State, last_key: Tensor | None) -> State:
         return state if last_key is None else (state, last_key)
 
-    def shift_keys(self, k: Tensor, before: Tensor | None, name: str = "key_shift") -> tuple[Tensor, Tensor | None]:
-        """Mix keys by the ``KeyShift`` called ``name``. Return them and the last unmixed key, if a state needs it."""
+    def shift_keys(
+        self, k: Tensor, before: Tensor | None, name: str = "key_shift"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mix keys by the ``KeyShift`` called ``name``. Return them and the last unmixed key, if
+        a state needs it."""
         shift = getattr(self, name)
         if shift is None:
             return k, None
@@ -114,7 +126,8 @@ class MultiHead(Sublayer):
     def shift_rows(
         self, rows: Tensor, before: Tensor | None, name: str = "key_shift", *, first: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Do the same for ``rows [B, T, m]``, whose keys ``[B, T, G K]`` are the columns from ``first`` on."""
+        """Do the same for ``rows [B, T, m]``, whose keys ``[B, T, G K]`` are the columns from
+        ``first`` on."""
         if getattr(self, name) is None:
             return rows, None
         columns = (first, first + self.kv_heads * self.d_head)
@@ -131,27 +144,34 @@ class MultiHead(Sublayer):
         return self.output(rearrange(y, "B H T K -> B T (H K)"))
 
     def matrix_sizes(self) -> int:
-        """Return the total size of the projections' matrices, which is their multiply-adds per byte."""
+        """Return the total size of the projections' matrices, which is their multiply-adds per
+        byte."""
         return sum(getattr(self, name).weight.numel() for name in (*self.maps, "output"))
 
     def check_span(self, span: int) -> None:
         """Raise ValueError for a span for which the position scheme has no positions."""
         if span < 1 or span > self.position.longest:
-            raise ValueError(f"eval.span={span}: allowed are 1 to {self.position.longest} with these positions")
+            raise ValueError(
+                f"eval.span={span}: allowed are 1 to {self.position.longest} with these positions"
+            )
 
 
 def start_of(x: Tensor, start: Tensor | None) -> Tensor:
-    """Return stream positions ``[B]`` of the first bytes of ``x [B, T, D]``: zeros if ``start`` is None."""
+    """Return stream positions ``[B]`` of the first bytes of ``x [B, T, D]``: zeros if ``start``
+    is None."""
     return torch.zeros(x.shape[0], dtype=torch.int64, device=x.device) if start is None else start
 
 
 def head_stats(q: Tensor, **terms: Tensor) -> Stats:
-    """Return statistics: the number of bytes of ``q [B, H, T, K]``, and sums ``[H]`` of each of ``terms [B, H, T]``."""
+    """Return statistics: the number of bytes of ``q [B, H, T, K]``, and sums ``[H]`` of each of
+    ``terms [B, H, T]``."""
     sums = {name: wide(x).sum(dim=(0, 2)) for name, x in terms.items()}
-    n_bytes = torch.full((), q.shape[0] * q.shape[2], device=q.device)  # a scalar of the CPU would split a GPU's graph
+    # a scalar of the CPU would split a GPU's graph
+    n_bytes = torch.full((), q.shape[0] * q.shape[2], device=q.device)
     return {"bytes": wide(n_bytes)} | sums
 
 
 def head_means(stats: Stats, *names: str) -> Metrics:
-    """Return means ``[H]`` over bytes of the sums ``names`` of ``head_stats``, without those that ``stats`` lack."""
+    """Return means ``[H]`` over bytes of the sums ``names`` of ``head_stats``, without those
+    that ``stats`` lack."""
     return {name: stats[name] / stats["bytes"] for name in names if name in stats}

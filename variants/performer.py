@@ -1,17 +1,23 @@
-"""Performer: an estimate of softmax attention by positive random features, with sums over all of the past.
+"""Performer: an estimate of softmax attention by positive random features, with sums over all of
+the past.
 
-    exp(q . k / sqrt(K)) = E[phi(q) . phi(k)],    phi(x) = exp(W x' - |x'|^2 / 2) / sqrt(m),    x' = x / K^(1/4),
+    exp(q . k / sqrt(K)) = E[phi(q) . phi(k)],    phi(x) = exp(W x' - |x'|^2 / 2) / sqrt(m),
+    x' = x / K^(1/4),
 
-if the rows of W are drawn from N(0, I) (FAVOR+, 2009.14794, lemma 1). Blocks of K orthogonal rows lower the variance
-(2.4). Row lengths are independent, distributed as those of normal vectors. Every head has a W, a buffer that is saved.
+if the rows of W are drawn from N(0, I) (FAVOR+, 2009.14794, lemma 1). Blocks of K orthogonal rows
+lower the variance (2.4). Row lengths are independent, distributed as those of normal vectors. Every
+head has a W, a buffer that is saved.
 
 Departures from the paper, in addition to those of ``linear.py``:
-- W is never drawn again, because carried sums depend on it, and a model must score the same bytes equally each time.
-- The authors' code subtracts a maximum over all keys, also future ones, and adds an epsilon. Here a key's features are
-  divided by a scale, so that the largest is e^h (``relative_exponentials``). The sums are divided by the largest scale
-  of the past, and rescaled when it grows. A query's scale, its |x'|^2 / 2 and both 1 / sqrt(m) are omitted,
-  because they cancel in the ratio. Features below e^-59 (float32) of the largest are raised to this bound.
-- Rotary is refused: with a fixed W the estimate for rotated queries and keys depends on their positions in the stream.
+- W is never drawn again, because carried sums depend on it, and a model must score the same bytes
+  equally each time.
+- The authors' code subtracts a maximum over all keys, also future ones, and adds an epsilon. Here a
+  key's features are divided by a scale, so that the largest is e^h (``relative_exponentials``). The
+  sums are divided by the largest scale of the past, and rescaled when it grows. A query's scale,
+  its |x'|^2 / 2 and both 1 / sqrt(m) are omitted, because they cancel in the ratio. Features below
+  e^-59 (float32) of the largest are raised to this bound.
+- Rotary is refused: with a fixed W the estimate for rotated queries and keys depends on their
+  positions in the stream.
 """
 
 import math
@@ -34,9 +40,9 @@ def orthogonal_rows(n: int, width: int) -> Tensor:
 
 
 def relative_exponentials(logarithms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return exp of ``logarithms [..., m]`` divided by a scale per row, and the logarithms of the scales ``[...]``,
-    which get no gradient. The largest feature is exp(h), and none is below exp(-h), with an h for which a sum of 10^9
-    products of two features is finite."""
+    """Return exp of ``logarithms [..., m]`` divided by a scale per row, and the logarithms of the
+    scales ``[...]``, which get no gradient. The largest feature is exp(h), and none is below
+    exp(-h), with an h for which a sum of 10^9 products of two features is finite."""
     h = math.log(torch.finfo(logarithms.dtype).max) / 3
     log_scale = logarithms.detach().amax(-1, keepdim=True) - h
     return (logarithms - log_scale).clamp(min=-h).exp(), log_scale.squeeze(-1)
@@ -49,7 +55,9 @@ class Performer(CarriedSums):
         features: m, features per head; None for round(K ln K), the order of the paper's theorem 4.
         sums: keywords of ``CarriedSums``."""
 
-    def __init__(self, context: LayerContext, *, features: int | None = None, **sums: Unpack[SumsKeywords]):
+    def __init__(
+        self, context: LayerContext, *, features: int | None = None, **sums: Unpack[SumsKeywords]
+    ):
         super().__init__(context, **sums)
         self.position = context.position(self.d_head)
         check_numbers(1, features=features, null="null for K ln K")
@@ -57,16 +65,32 @@ class Performer(CarriedSums):
         rows = [orthogonal_rows(self.features, self.d_head) for _ in range(self.heads)]
         self.register_buffer("directions", torch.stack(rows))  # W: [H, m, K]
 
-    def _means(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
+    def _means(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State
+    ) -> tuple[Tensor, State]:
         """The state is S and M of ``kernels/carried_sums.py``."""
         dtype = torch.promote_types(v.dtype, torch.float32)
         with without_autocast(v.device):
-            q, k, directions = q.to(dtype), k.to(dtype), self.directions.to(dtype) * self.d_head**-0.25
+            q, k, directions = (
+                q.to(dtype),
+                k.to(dtype),
+                self.directions.to(dtype) * self.d_head**-0.25,
+            )
             products = einsum(k, directions, "B H T K, H m K -> B H T m")
-            k, log_scale = relative_exponentials(products - k.square().sum(-1, keepdim=True) / (2 * self.d_head**0.5))
+            k, log_scale = relative_exponentials(
+                products - k.square().sum(-1, keepdim=True) / (2 * self.d_head**0.5)
+            )
             q, _ = relative_exponentials(einsum(q, directions, "B H T K, H m K -> B H T m"))
             exponent = {"log_scale": log_scale, "slopes": self.position.slopes(dtype)}
-            return attend(q, k, v.to(dtype), **exponent, state=state, attend_self=not self.shift, chunk=self.chunk)
+            return attend(
+                q,
+                k,
+                v.to(dtype),
+                **exponent,
+                state=state,
+                attend_self=not self.shift,
+                chunk=self.chunk,
+            )
 
     def ideal_flops(self) -> int:
         """Count projections, sums, and W x' of a query and a key."""
@@ -74,4 +98,7 @@ class Performer(CarriedSums):
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """All bytes have equal FLOPs; W has no gradient."""
-        return NeededFlops(self.ideal_flops(), 2 * self.ideal_flops() - 4 * self.heads * self.features * self.d_head)
+        return NeededFlops(
+            self.ideal_flops(),
+            2 * self.ideal_flops() - 4 * self.heads * self.features * self.d_head,
+        )

@@ -1,7 +1,8 @@
 """Position schemes: one choice for all attention sublayers of a run.
 
-All schemes depend only on distances to the query, except sinusoids, which are added to the embedded bytes. All are as
-exact at stream position 10**7 as at 0: they compute angles in integers, or use no absolute positions."""
+All schemes depend only on distances to the query, except sinusoids, which are added to the embedded
+bytes. All are as exact at stream position 10**7 as at 0: they compute angles in integers, or use
+no absolute positions."""
 
 import math
 
@@ -20,29 +21,32 @@ def rotary_frequencies(width: int, base: float = 10000.0) -> Tensor:
 
 
 def turns(frequencies: Tensor) -> Tensor:
-    """Return the rotation per position in units of 2^-60 turns, as upper and lower 30 bits, int64 ``[2, ...]``. Their
-    products with positions are exact modulo a whole turn, also on devices without float64."""
+    """Return the rotation per position in units of 2^-60 turns, as upper and lower 30 bits, int64
+    ``[2, ...]``. Their products with positions are exact modulo a whole turn, also on devices
+    without float64."""
     units = (frequencies / (2 * math.pi) % 1 * WHOLE_TURN).to(torch.int64)
     return torch.stack([units >> HALF_BITS, units % 2**HALF_BITS])
 
 
 def angles(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return angles ``[..., planes]``, from -pi to pi, of positions int64 ``[...]`` with absolute values below 2^32."""
+    """Return angles ``[..., planes]``, from -pi to pi, of positions int64 ``[...]`` with
+    absolute values below 2^32."""
     upper, lower = (position[..., None] * half for half in turns)
     units = ((upper % 2**HALF_BITS) << HALF_BITS) + lower + WHOLE_TURN // 2
     return (units % WHOLE_TURN - WHOLE_TURN // 2).to(dtype) * (2 * math.pi / WHOLE_TURN)
 
 
 def sinusoids(position: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return interleaved sines and cosines of positions int64 ``[...]``, in float32 or wider: ``[..., D]``, or ``[...,
-    D + 1]`` for odd D."""
+    """Return interleaved sines and cosines of positions int64 ``[...]``, in float32 or wider:
+    ``[..., D]``, or ``[..., D + 1]`` for odd D."""
     angle = angles(position, turns, torch.promote_types(dtype, torch.float32))
     return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Return each head's penalty per position, float64 ``[H]``: a geometric sequence from 2^(-8/H). If H is not a power
-    of two and P is the largest below it, these are the slopes of P heads, then every second slope of 2 P heads."""
+    """Return each head's penalty per position, float64 ``[H]``: a geometric sequence from 2^(-8/H).
+    If H is not a power of two and P is the largest below it, these are the slopes of P heads,
+    then every second slope of 2 P heads."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     next_slopes = [2 ** (-8 * (h + 1) / (2 * power)) for h in range(2 * power)]
@@ -54,15 +58,20 @@ class NoPosition(Position):
 
 
 class Rotary(Position):
-    """Rotate plane (i, i + K/2) of queries and keys by position * ``base``^(-2i/K) (2104.09864, 3.2)."""
+    """Rotate plane (i, i + K/2) of queries and keys by position * ``base``^(-2i/K) (2104.09864,
+    3.2)."""
 
     def __init__(self, context: LayerContext, *, d_head: int, base: float = 10000.0):
         super().__init__(context, d_head=d_head)
         if d_head % 2:
-            raise ValueError(f"position=rotary: head width (d_head, or d_model / heads) must be even: {d_head}")
+            raise ValueError(
+                f"position=rotary: head width (d_head, or d_model / heads) must be even: {d_head}"
+            )
         if base <= 0:
             raise ValueError(f"position.base={base}: must be above 0")
-        self.tables = context.shared(RotaryTables, (d_head, base), lambda: RotaryTables(d_head, base))
+        self.tables = context.shared(
+            RotaryTables, (d_head, base), lambda: RotaryTables(d_head, base)
+        )
 
     def rotate(self, x: Tensor, start: Tensor) -> Tensor:
         cos, sin = self.tables(start, x.shape[2], torch.promote_types(x.dtype, torch.float32))
@@ -71,8 +80,8 @@ class Rotary(Position):
 
 
 class RotaryTables(nn.Module):
-    """Cosines and sines of a segment's positions, computed once for all layers. They are cached as an attribute of the
-    tensor ``start``, which the model creates for each forward pass."""
+    """Cosines and sines of a segment's positions, computed once for all layers. They are cached as
+    an attribute of the tensor ``start``, which the model creates for each forward pass."""
 
     def __init__(self, d_head: int, base: float):
         super().__init__()
@@ -94,8 +103,8 @@ class RotaryTables(nn.Module):
 
 
 class _Rotation(torch.autograd.Function):
-    """Map (a, b) to (a cos - b sin, a sin + b cos). The backward pass is the inverse rotation, with half of the memory
-    passes of autograd."""
+    """Map (a, b) to (a cos - b sin, a sin + b cos). The backward pass is the inverse rotation, with
+    half of the memory passes of autograd."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -110,9 +119,11 @@ class _Rotation(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
-    if torch.compiler.is_compiling():  # torch.compile (2.13) fuses this expression, but fails on the writes below
+    # torch.compile (2.13) fuses this expression, but fails on the writes below
+    if torch.compiler.is_compiling():
         return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
-    if not x.is_cuda:  # one conversion, not one for each of four products: 1.7 to 3.5 times as fast except on CUDA
+    # one conversion, not one for each of four products: 1.7 to 3.5 times as fast except on CUDA
+    if not x.is_cuda:
         a, b = x.to(cos.dtype).chunk(2, dim=-1)
     y = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
     half = x.shape[-1] // 2
@@ -122,15 +133,19 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Relative(Position):
-    """A learned vector p_x for each visible key x, added to the key in the score; heads share it (1905.07799, 2.1).
+    """A learned vector p_x for each visible key x, added to the key in the score; heads share it
+    (1905.07799, 2.1).
 
     Args:
-        share: ``network`` for one table in the whole model, as in the paper's code; ``layer`` for one per layer.
+        share: ``network`` for one table in the whole model, as in the paper's code; ``layer`` for
+            one per layer.
         std: standard deviation of the initial table."""
 
     constant_bias = False
 
-    def __init__(self, context: LayerContext, *, d_head: int, share: str = "network", std: float = 1.0):
+    def __init__(
+        self, context: LayerContext, *, d_head: int, share: str = "network", std: float = 1.0
+    ):
         super().__init__(context, d_head=d_head)
         check_choice(("network", "layer"), **{"position.share": share})
         self.longest = context.span
@@ -146,14 +161,18 @@ class Relative(Position):
 
 
 class Alibi(Position):
-    """Subtract slope_h x from the score of visible key x, counted from the nearest, x = 0 (2108.12409, 3)."""
+    """Subtract slope_h x from the score of visible key x, counted from the nearest, x = 0
+    (2108.12409, 3)."""
 
     def __init__(self, context: LayerContext, *, d_head: int):
         super().__init__(context, d_head=d_head)
         slopes = alibi_slopes(context.heads)
         rounded = slopes.float()
-        # Some devices have no float64, so a slope is stored as two float32 numbers, whose sum has float64's precision.
-        self.register_buffer("halves", torch.stack([rounded, (slopes - rounded).float()]), persistent=False)
+        # Some devices have no float64, so a slope is stored as two float32 numbers, whose sum has
+        # float64's precision.
+        self.register_buffer(
+            "halves", torch.stack([rounded, (slopes - rounded).float()]), persistent=False
+        )
 
     def slopes(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.halves.to(dtype).sum(0)
@@ -164,8 +183,9 @@ class Alibi(Position):
 
 
 class Sinusoidal(Position):
-    """Add sin(p / 10000^(2i/D)) and the cosine to dimensions 2i and 2i + 1 of the embedded bytes (1706.03762, 3.5).
-    Positions p are absolute, so scores depend on both positions, not only on their distance."""
+    """Add sin(p / 10000^(2i/D)) and the cosine to dimensions 2i and 2i + 1 of the embedded bytes
+    (1706.03762, 3.5). Positions p are absolute, so scores depend on both positions, not only on
+    their distance."""
 
     relative = False
 

@@ -1,5 +1,6 @@
-"""The command ``windtunnel``. ``windtunnel train variant=adaptive_span`` runs ``python train.py variant=adaptive_span``
-from any folder, and ``windtunnel report`` runs ``python -m bench.report``."""
+"""The command ``windtunnel``. ``windtunnel train variant=adaptive_span`` runs ``python train.py
+variant=adaptive_span`` from any folder, and ``windtunnel report`` runs ``python -m
+bench.report``."""
 
 import runpy
 import sys
@@ -29,7 +30,8 @@ USAGE = "\n".join(
     (
         "usage: windtunnel COMMAND [KEY=VALUE ...], or windtunnel COMMAND --help\n",
         *(f"  {name:<11}{about}" for name, about in COMMANDS.items()),
-        "\nFirst steps: windtunnel train variant=adaptive_span, then windtunnel generate outputs/latest",
+        "\nFirst steps: windtunnel train variant=adaptive_span, then windtunnel generate "
+        "outputs/latest",
     )
 )
 

@@ -1,4 +1,5 @@
-"""Training from Python, in a process of its own, so that a notebook keeps its state and its memory."""
+"""Training from Python, in a process of its own, so that a notebook keeps its state and its
+memory."""
 
 import os
 import re
@@ -15,10 +16,12 @@ FOLDER = re.compile(r"(?:run folder: +(?P<new>.+)|finished before: (?P<old>.+) \
 
 def train(*words: str, trust: Sequence[str] = ()) -> Model:
     """Run ``windtunnel train`` with ``words`` such as ``"variant=mhsa"``, print what it prints, and
-    return the trained model. ``trust`` names your modules. ValueError for a sweep and for a run that
-    fails, with its message."""
+    return the trained model. ``trust`` names your modules. ValueError for a sweep and for a run
+    that fails, with its message."""
     if {"-m", "--multirun"} & {*words}:
-        raise ValueError("windtunnel.train: makes one run; windtunnel train -m on the command line makes a sweep")
+        raise ValueError(
+            "windtunnel.train: makes one run; windtunnel train -m on the command line makes a sweep"
+        )
     if trust:
         words = (*words, f"trust=[{','.join(trust)}]")
     path = os.pathsep.join(filter(None, [str(source.ROOT), os.environ.get("PYTHONPATH")]))
@@ -32,7 +35,8 @@ def train(*words: str, trust: Sequence[str] = ()) -> Model:
     folder, error = "", "it has printed no reason"
     with process:
         for line in process.stdout:
-            print(line, end="", flush=True)  # also where a child's output is not seen, as in notebooks
+            # also where a child's output is not seen, as in notebooks
+            print(line, end="", flush=True)
             if match := FOLDER.fullmatch(line):
                 folder = match["old"] or shlex.split(match["new"])[0]
             elif line.startswith("error: "):

@@ -70,20 +70,29 @@ def _parser() -> argparse.ArgumentParser:
         words.set_defaults(verb=verb)
         if run:
             words.add_argument("run", help=run)
-            words.add_argument("--trust", action="append", default=[], help="a module of yours that the run names")
+            words.add_argument(
+                "--trust", action="append", default=[], help="a module of yours that the run names"
+            )
         return words
 
     words = add(compare, "Compare finished runs in a table, with intervals.", run=None)
     about = "run folders, or folders with runs at any depth (default: outputs)"
     words.add_argument("folders", nargs="*", default=["outputs"], help=about)
     words = add(generate, "Continue a text with a trained model.")
-    words.add_argument("prompt", nargs="?", default="\n", help="text to continue (default: a newline)")
-    words.add_argument("--bytes", type=int, default=400, help="bytes to generate (default: %(default)s)")
+    words.add_argument(
+        "prompt", nargs="?", default="\n", help="text to continue (default: a newline)"
+    )
+    words.add_argument(
+        "--bytes", type=int, default=400, help="bytes to generate (default: %(default)s)"
+    )
     about = "0 for the likeliest byte (default: %(default)s)"
     words.add_argument("--temperature", type=float, default=0.8, help=about)
     words.add_argument("--top-k", type=int, help="draw from so many bytes only (default: all)")
     words.add_argument("--seed", type=int, help="for the same text again")
-    about = "Write the best weights of a run as safetensors, with its configuration; windtunnel.load reads the folder."
+    about = (
+        "Write the best weights of a run as safetensors, with its configuration; "
+        "windtunnel.load reads the folder."
+    )
     words = add(export, about)
     words.add_argument("--out", default="exported", help="folder to write (default: %(default)s)")
     return parser

@@ -1,9 +1,11 @@
-"""Columns of tables: ``columns.yaml`` has heading, form, key and explanation. The form makes a cell from a row and the
-key. A row is a dictionary by dotted key; keys that were not measured are missing.
+"""Columns of tables: ``columns.yaml`` has heading, form, key and explanation. The form makes a cell
+from a row and the key. A row is a dictionary by dotted key; keys that were not measured are
+missing.
 
-A form is one of ``FORMS``, or a format of Python such as ``,.2f``, before it perhaps a unit: ``1e6 .2f`` is the number
-in millions. `` or status`` after it shows the status of a row that was not measured in place of the number, and
-`` ~KEY`` marks an approximate number if the row's number at KEY is not 0."""
+A form is one of ``FORMS``, or a format of Python such as ``,.2f``, before it perhaps a unit: ``1e6
+.2f`` is the number in millions. `` or status`` after it shows the status of a row that was not
+measured in place of the number, and `` ~KEY`` marks an approximate number if the row's number at
+KEY is not 0."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +21,8 @@ COLUMNS = read_yaml("tables/columns.yaml")
 
 
 def _bits(row: Mapping, key: str) -> Cell:
-    """Bits per byte with half of their interval, and a star if only the first bytes of the split were scored."""
+    """Bits per byte with half of their interval, and a star if only the first bytes of the split
+    were scored."""
     star = cells.CAPPED_MARK * bool(row.get(f"capped.{key.partition('_')[0]}"))
     half_width = row.get(f"{key}.half_width")
     interval = "" if half_width is None else f" ± {half_width:.4f}"
@@ -36,10 +39,13 @@ def _difference(row: Mapping, key: str) -> Cell:
 
 
 def _spread(row: Mapping, key: str) -> Cell:
-    """The 20th and the 80th percentile of times in ms; empty if there are fewer than ``MIN_CALLS`` calls."""
+    """The 20th and the 80th percentile of times in ms; empty if there are fewer than
+    ``MIN_CALLS`` calls."""
     if row.get(f"{key}.n", 0) < cells.MIN_CALLS or row["status"] != "measured":
         return cells.EMPTY
-    return cells.interval((row[f"{key}.p20"], row[f"{key}.p80"]), digits=3 if "generate" in key else 2)
+    return cells.interval(
+        (row[f"{key}.p20"], row[f"{key}.p80"]), digits=3 if "generate" in key else 2
+    )
 
 
 def _evaluation_backend(row: Mapping, key: str) -> Cell:
@@ -81,10 +87,22 @@ FORMS: dict[str, Callable[[Mapping, str], Cell]] = {
     "millions": lambda row, key: cells.millions(row.get(key)),
     "gflops": lambda row, key: cells.in_units(row.get(key), unit=1e9),
     "nonzero": lambda row, key: cells.fixed(row.get(key) or None, digits=1),
-    "package": lambda row, key: cells.text(" ".join(filter(None, map(row["row"].get, PACKAGE))) or None),
+    "package": lambda row, key: cells.text(
+        " ".join(filter(None, map(row["row"].get, PACKAGE))) or None
+    ),
 }
 PACKAGE = ("package", "package_version")
-TEXT_FORMS = ("package", "code", "evaluation backend", "optimizers", "pretrained", "range", "range2", "spread", "text")
+TEXT_FORMS = (
+    "package",
+    "code",
+    "evaluation backend",
+    "optimizers",
+    "pretrained",
+    "range",
+    "range2",
+    "spread",
+    "text",
+)
 
 
 def cell_of(row: Mapping, *, form: str, key: str) -> Cell:
@@ -99,22 +117,33 @@ def cell_of(row: Mapping, *, form: str, key: str) -> Cell:
 
 
 def columns(section: str, *, distances: Sequence[str] = ()) -> list[Column]:
-    """The columns of a section of ``columns.yaml``; the form ``copies`` stands for a column per distance."""
+    """The columns of a section of ``columns.yaml``; the form ``copies`` stands for a column per
+    distance."""
     section_columns = []
     for heading, form, key, *explained in COLUMNS[section]:
         specs = [(heading, form, key)]
         if form == "copies":
-            specs = [(f"{heading} from {distance}, bits", ".4f", f"{key}.{distance}") for distance in distances]
+            specs = [
+                (f"{heading} from {distance}, bits", ".4f", f"{key}.{distance}")
+                for distance in distances
+            ]
         for column_heading, column_form, cell_key in specs:
             cell = partial(cell_of, form=column_form, key=cell_key)
-            section_columns.append(Column(column_heading, *explained, cell=cell, numeric=form not in TEXT_FORMS))
+            section_columns.append(
+                Column(column_heading, *explained, cell=cell, numeric=form not in TEXT_FORMS)
+            )
     return section_columns
 
 
 def for_terminal(table: Table) -> Table:
-    """The table with only the columns that the section ``terminal`` of ``columns.yaml`` lists, explained in notes."""
-    shown = [index for index, column in enumerate(table.columns) if column.heading in COLUMNS["terminal"]]
+    """The table with only the columns that the section ``terminal`` of ``columns.yaml`` lists,
+    explained in notes."""
+    shown = [
+        index for index, column in enumerate(table.columns) if column.heading in COLUMNS["terminal"]
+    ]
     columns = [table.columns[index] for index in shown]
     rows = [[row[index] for index in shown] for row in table.rows]
-    explained = [f"{column.heading}: {column.explanation}" for column in columns if column.explanation]
+    explained = [
+        f"{column.heading}: {column.explanation}" for column in columns if column.explanation
+    ]
     return replace(table, columns=columns, rows=rows, notes=(*table.notes, *explained))

@@ -1,8 +1,9 @@
 """Decides which rows share a table, names them, and writes the texts of captions.
 
-Bits per byte of runs are comparable if their ``score_conditions`` and the numerics of the shared code are equal. Time
-and memory are comparable if code and environment are equal: device, threads and the other ``ENVIRONMENT_KEYS``. An
-*arm* is one configuration of a variant with one version of the code, over all seeds."""
+Bits per byte of runs are comparable if their ``score_conditions`` and the numerics of the shared
+code are equal. Time and memory are comparable if code and environment are equal: device, threads
+and the other ``ENVIRONMENT_KEYS``. An *arm* is one configuration of a variant with one version
+of the code, over all seeds."""
 
 import json
 import re
@@ -18,13 +19,29 @@ from harness.record.closing_table import data_label, pretrained_label, short_com
 from harness.record.schema import BENCH_COMMANDS, flatten
 
 VARIANTS = read_yaml("tables/variants.yaml")
-NOT_ARM_KEYS = ("seed", "outputs", "force", "reuse", "record", "checkpoint", "trust", "hydra", "data", "eval", "budget")
+NOT_ARM_KEYS = (
+    "seed",
+    "outputs",
+    "force",
+    "reuse",
+    "record",
+    "checkpoint",
+    "trust",
+    "hydra",
+    "data",
+    "eval",
+    "budget",
+)
 NOT_ARM_KEYS += ("purpose", "trial", "space")  # older rows have the last two
-"""Keys of a configuration that tell no arms apart: they may differ within an arm, or are equal in a whole table."""
+"""Keys of a configuration that tell no arms apart: they may differ within an arm, or are equal
+in a whole table."""
 IGNORED_KEYS = re.compile(r"variant\.(numerics|small|attention\.global_bytes)(\.|$)")
-"""Keys that change no number. ``numerics`` is compared as a key of the row; ``global_bytes`` is 0 in older rows."""
-ADDED_KEYS = {"check": True, "batch.order": "random"}  # values of keys that older configurations lack
-ADDED_OPTIONS = re.compile(r"variant\.\w+\.key_shift$")  # false where older configurations lack them
+"""Keys that change no number. ``numerics`` is compared as a key of the row; ``global_bytes`` is
+0 in older rows."""
+# values of keys that older configurations lack
+ADDED_KEYS = {"check": True, "batch.order": "random"}
+# false where older configurations lack them
+ADDED_OPTIONS = re.compile(r"variant\.\w+\.key_shift$")
 ARM_KEYS = ("backend", "evaluation_backend", "checkpoint", "device_kind")
 """Keys of a row that tell arms apart, besides configuration and code."""
 UNSET = "not set"
@@ -37,30 +54,41 @@ def run_key(row: dict) -> str:
 
 
 def cost_key(row: dict) -> str:
-    """A text of code and environment, which is equal for rows whose times and memory are comparable."""
+    """A text of code and environment, which is equal for rows whose times and memory are
+    comparable."""
     return str((*comparison.cost_conditions(row), comparison.code_digest(row)))
 
 
 def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
-    """A configuration's settings as text by dotted key, without ``NOT_ARM_KEYS`` and the keys ``without``. A
-    ``_target_`` is shortened to its class's name."""
+    """A configuration's settings as text by dotted key, without ``NOT_ARM_KEYS`` and the keys
+    ``without``. A ``_target_`` is shortened to its class's name."""
     config = {key: value for key, value in row["config"].items() if key not in NOT_ARM_KEYS}
-    leaves = {k: v for k, v in (ADDED_KEYS | flatten(config)).items() if k not in without and not IGNORED_KEYS.match(k)}
+    leaves = {
+        k: v
+        for k, v in (ADDED_KEYS | flatten(config)).items()
+        if k not in without and not IGNORED_KEYS.match(k)
+    }
     leaves = {k: v for k, v in leaves.items() if v is not False or not ADDED_OPTIONS.match(k)}
-    return {k: str(v).rpartition(".")[2] if k.endswith("_target_") else _text(v) for k, v in leaves.items()}
+    return {
+        k: str(v).rpartition(".")[2] if k.endswith("_target_") else _text(v)
+        for k, v in leaves.items()
+    }
 
 
 def arms_of(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame:
-    """For each row of a table: ``settings`` (``settings_of``); ``arm``, the variant's name with the settings that tell
-    the arm apart; and ``order``, the arm's number among those of its variant. The keys ``without``, such as
-    ``model.span`` or ``backend``, are not settings in this table."""
+    """For each row of a table: ``settings`` (``settings_of``); ``arm``, the variant's name with the
+    settings that tell the arm apart; and ``order``, the arm's number among those of its variant.
+    The keys ``without``, such as ``model.span`` or ``backend``, are not settings in this table."""
 
     def identity(row: dict) -> dict[str, str]:
         timed = row["kind"] in BENCH_COMMANDS  # times and memory depend on all of the code
         code = {"source": row["source"]} if timed else comparison.code_version(row)
         code |= {"source": row["source"][:6]} if "source" in code else {}
-        products = [] if timed else [group.get("products") for group in row.get("optimizers") or ()]  # Muon's dtypes
-        facts = {name: row.get(name) for name in ARM_KEYS if name not in without} | {"products": products}
+        # Muon's dtypes
+        products = [] if timed else [group.get("products") for group in row.get("optimizers") or ()]
+        facts = {name: row.get(name) for name in ARM_KEYS if name not in without} | {
+            "products": products
+        }
         facts |= {"began with": pretrained_label(row)}
         return {name: _text(value) for name, value in (facts | code).items()}
 
@@ -81,10 +109,19 @@ def arms_of(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame
 
 
 def differing_keys(arms: pd.DataFrame, *columns: str) -> str:
-    """The settings and ``columns`` in which the rows differ, as text. All keys of a variant count as ``variant``."""
+    """The settings and ``columns`` in which the rows differ, as text. All keys of a variant
+    count as ``variant``."""
     settings = pd.DataFrame([*arms["settings"]]).fillna(UNSET)
-    names = ["variant" if key.startswith("variant.") else key for key in settings if settings[key].nunique() > 1]
-    names += [KEY_NAMES.get(key, key) for key in columns if key in arms and arms[key].nunique(dropna=False) > 1]
+    names = [
+        "variant" if key.startswith("variant.") else key
+        for key in settings
+        if settings[key].nunique() > 1
+    ]
+    names += [
+        KEY_NAMES.get(key, key)
+        for key in columns
+        if key in arms and arms[key].nunique(dropna=False) > 1
+    ]
     return join_words(dict.fromkeys(names))
 
 
@@ -95,14 +132,16 @@ def commit_notes(rows: Iterable[dict]) -> list[str]:
 
 
 def missing_formulas_notes(arms: pd.DataFrame, key: str) -> list[str]:
-    """A note on operators without a FLOP formula, which the rows count at ``key``; none if there are
-    none. An operator that only some of these arms have is followed by their names."""
+    """A note on operators without a FLOP formula, which the rows count at ``key``; none if there
+    are none. An operator that only some of these arms have is followed by their names."""
     arms_by_operator: dict[str, set[str]] = {}
     for run in arms.itertuples():
         for operator in (run.row.get(key) or {}).get("unknown") or ():
             arms_by_operator.setdefault(operator, set()).add(run.arm)
     all_arms, texts = set().union(*arms_by_operator.values()), []
-    for operator, names in sorted(arms_by_operator.items(), key=lambda entry: (-len(entry[1]), entry[0])):
+    for operator, names in sorted(
+        arms_by_operator.items(), key=lambda entry: (-len(entry[1]), entry[0])
+    ):
         only = "" if names == all_arms else f" ({join_words(sorted(names), limit=3)})"
         texts.append(operator + only)
     note = f"Executed FLOPs leave out operators without a formula: {', '.join(texts)}."
@@ -124,24 +163,37 @@ def data_words(rows: Iterable[dict]) -> str:
 
 def budget_words(budget: dict | None) -> str:
     """``{"bytes": 2000000}`` as ``2,000,000 bytes``."""
-    amounts = [f"{value:,.10g} {name}" for name, value in (budget or {}).items() if value is not None]
+    amounts = [
+        f"{value:,.10g} {name}" for name, value in (budget or {}).items() if value is not None
+    ]
     return ", ".join(amounts) or "the model's default"
 
 
 def protocol_words(rows: Sequence[dict]) -> str:
     """How bits per byte of comparable rows were scored, as text."""
     protocol = rows[-1]["protocol"]
-    spans, contexts = (sorted({row["protocol"][key] for row in rows}) for key in ("span", "context"))
+    spans, contexts = (
+        sorted({row["protocol"][key] for row in rows}) for key in ("span", "context")
+    )
     span = spans[0] if len(spans) == 1 else f"{spans[0]} to {spans[-1]}, as each row's model has it"
-    scored = f"the first {protocol['bytes']:,} bytes of a split" if protocol.get("bytes") else "every byte of a split"
+    scored = (
+        f"the first {protocol['bytes']:,} bytes of a split"
+        if protocol.get("bytes")
+        else "every byte of a split"
+    )
     n_bytes = protocol["selection_bytes"]
-    selection = f"the last {n_bytes:,} bytes of valid (at most half)" if n_bytes else "the second half of valid"
+    selection = (
+        f"the last {n_bytes:,} bytes of valid (at most half)"
+        if n_bytes
+        else "the second half of valid"
+    )
     context = " to ".join(f"{n:,}" for n in dict.fromkeys((contexts[0], contexts[-1])))
     order = f"; windows of training in the order {protocol['order']}" if "order" in protocol else ""
     return (
         f"{scored} is scored once, except {selection}, which select the weights; "
-        f"{pluralize(protocol['streams'], 'stream')} with carried state, each after {context} unscored bytes, "
-        f"segment {protocol['segment']}, span {span}, vocabulary {protocol['vocabulary']}, newlines "
+        f"{pluralize(protocol['streams'], 'stream')} with carried state, each after {context} "
+        f"unscored bytes, segment {protocol['segment']}, span {span}, vocabulary "
+        f"{protocol['vocabulary']}, newlines "
         f"{'dropped' if protocol['drop_newlines'] else 'kept'}{order}"
     )
 
@@ -156,23 +208,32 @@ def environment_words(row: dict) -> str:
     words = [device, precision_word(row), "compiled" if row["compile"] else "not compiled"]
     words += [f"{name} {version}" for name, version in row["versions"].items()]
     words += [machine.get("cpu")] if kind != "cpu" else []
-    words += [row.get("instruction_set"), row.get("allocator") and f"freed memory: {row['allocator']}"]
-    return ", ".join(filter(None, [*words, *(f"{k}={v}" for k, v in (row.get("environment") or {}).items())]))
+    words += [
+        row.get("instruction_set"),
+        row.get("allocator") and f"freed memory: {row['allocator']}",
+    ]
+    return ", ".join(
+        filter(None, [*words, *(f"{k}={v}" for k, v in (row.get("environment") or {}).items())])
+    )
 
 
 def precision_word(row: dict) -> str:
-    """``float32``, ``bfloat16``, or ``float32 with TF32``, which rounds the factors of matrix products."""
+    """``float32``, ``bfloat16``, or ``float32 with TF32``, which rounds the factors of matrix
+    products."""
     return f"{row['precision']} with TF32" if row.get("tf32") else row["precision"]
 
 
 def environment_differences(rows: Sequence[dict]) -> str:
     """The keys in which the environments of the rows differ, as text."""
     keys = comparison.ENVIRONMENT_KEYS
-    return join_words(key for key in keys if len({comparison.cost_condition(row, key) for row in rows}) > 1)
+    return join_words(
+        key for key in keys if len({comparison.cost_condition(row, key) for row in rows}) > 1
+    )
 
 
 def optimizer_words(optimizers: Sequence[dict] | None) -> str | None:
-    """``Muon 92%, AdamW 8%``: the share of the parameters that each optimizer updates; None without optimizers."""
+    """``Muon 92%, AdamW 8%``: the share of the parameters that each optimizer updates; None
+    without optimizers."""
     shares = Counter()
     for group in optimizers or []:
         shares[group["optimizer"]] += group["share"]

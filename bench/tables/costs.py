@@ -23,7 +23,8 @@ COLUMN_KEYS = (
     "batch.accumulate",
     "runtime.allocator",
 )
-"""Keys that tell no arms apart, because ``bench.cost`` sets them for each row, or because they have columns."""
+"""Keys that tell no arms apart, because ``bench.cost`` sets them for each row, or because they
+have columns."""
 REPEAT_KEYS = (
     "variant",
     "config_hash",
@@ -43,10 +44,16 @@ MODES = {
 
 
 def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
-    """A table for each environment, code, corpus, mode, number of streams and segment. ``rows`` go from old to new."""
-    conditions = [(row["mode"], row["streams"], row["segment"] if row["mode"] == "stream" else None) for row in rows]
+    """A table for each environment, code, corpus, mode, number of streams and segment. ``rows``
+    go from old to new."""
+    conditions = [
+        (row["mode"], row["streams"], row["segment"] if row["mode"] == "stream" else None)
+        for row in rows
+    ]
     for index, frame in _groups(rows, conditions):
-        keys = frame["row"].map(lambda row: json.dumps([row.get(key) for key in REPEAT_KEYS], sort_keys=True))
+        keys = frame["row"].map(
+            lambda row: json.dumps([row.get(key) for key in REPEAT_KEYS], sort_keys=True)
+        )
         newest = frame[~keys.duplicated(keep="last")]
         arms = newest.join(compare.arms_of(newest, without=COLUMN_KEYS))
         shown = [row.dropna().to_dict() for _, row in arms.iterrows()]
@@ -68,7 +75,8 @@ def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
             caption=f"The rows differ in: {differing}.",
             details=(
                 f"{compare.environment_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
-                "Times are of the trainer's training step, after warm-up. Noise was added to the weights.",
+                "Times are of the trainer's training step, after warm-up. Noise was added to the "
+                "weights.",
                 f"Data: {compare.data_words([row])}.",
                 "Held equal at each length: streams, segment, span, data and environment. "
                 "Parameters and FLOPs are not.",
@@ -78,13 +86,21 @@ def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
 
 
 def peer_tables(rows: Sequence[dict]) -> Iterator[Table]:
-    """A table for each call of ``bench.peers``, its fastest row first. Rows of several calls never share a table."""
-    conditions = [[row.get(key) for key in ("read_from", "job", "streams", "segment", "relative_to")] for row in rows]
+    """A table for each call of ``bench.peers``, its fastest row first. Rows of several calls
+    never share a table."""
+    conditions = [
+        [row.get(key) for key in ("read_from", "job", "streams", "segment", "relative_to")]
+        for row in rows
+    ]
     for index, frame in _groups(rows, conditions):
         shown = [entry.dropna().to_dict() for _, entry in frame.iterrows()]
-        shown.sort(key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0)))
+        shown.sort(
+            key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0))
+        )
         row = frame["row"].iloc[-1]
-        reference = f" Relative speeds are to {row['relative_to']}." if row.get("relative_to") else ""
+        reference = (
+            f" Relative speeds are to {row['relative_to']}." if row.get("relative_to") else ""
+        )
         failed = [f"{row['name']}: {_reason(row)}." for row in shown if row["status"] != "measured"]
         yield make_table(
             shown,
@@ -94,16 +110,20 @@ def peer_tables(rows: Sequence[dict]) -> Iterator[Table]:
             caption=f"The rows differ in the implementation.{reference}",
             details=(
                 f"{compare.environment_words(row)}. Data: {compare.data_words([row])}.",
-                f"Job: {row['job']}, {pluralize(row['streams'], 'stream')} of {row['segment']:,} bytes. Held "
-                "equal: job, streams, segment, threads, precision and data. Parameters are not.",
+                f"Job: {row['job']}, {pluralize(row['streams'], 'stream')} of {row['segment']:,} "
+                "bytes. Held equal: job, streams, segment, threads, precision and data. "
+                "Parameters are not.",
                 f"All rows are of one call, in the folder {PurePath(row['read_from']).name}.",
             ),
             notes=[*compare.commit_notes(frame["row"]), *failed],
         )
 
 
-def _groups(rows: Sequence[dict], conditions: Sequence[object]) -> Iterator[tuple[int, pd.DataFrame]]:
-    """Number and frame of each group of rows that are equal in their condition, corpus, code and environment."""
+def _groups(
+    rows: Sequence[dict], conditions: Sequence[object]
+) -> Iterator[tuple[int, pd.DataFrame]]:
+    """Number and frame of each group of rows that are equal in their condition, corpus, code and
+    environment."""
     keys = []
     for row, condition in zip(rows, conditions, strict=True):
         corpus = row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines"))
@@ -119,7 +139,8 @@ def _name(row: dict) -> list[str]:
 
 
 def _cost_notes(rows: Sequence[dict]) -> list[str]:
-    """Notes on rows that were not measured, rows that were timed without others, and the device's peak FLOP/s."""
+    """Notes on rows that were not measured, rows that were timed without others, and the
+    device's peak FLOP/s."""
     notes, timed_singly = [], []
     for row in rows:
         name = f"{', '.join(_name(row))}, length {row['length']:,.0f}"
@@ -128,10 +149,21 @@ def _cost_notes(rows: Sequence[dict]) -> list[str]:
         elif row["row"].get("interleaved") is False:
             timed_singly.append(name)
     if timed_singly:
-        notes.append(f"Not timed in turn with the other rows of the same length: {join_words(timed_singly)}.")
-    peaks = sorted({row["utilisation.peak_flops_per_s"] for row in rows if "utilisation.peak_flops_per_s" in row})
+        notes.append(
+            f"Not timed in turn with the other rows of the same length: {join_words(timed_singly)}."
+        )
+    peaks = sorted(
+        {
+            row["utilisation.peak_flops_per_s"]
+            for row in rows
+            if "utilisation.peak_flops_per_s" in row
+        }
+    )
     if peaks:
-        notes.append(f"The device's dense peak is {join_words(f'{peak / 1e12:g}' for peak in peaks)} TFLOP/s.")
+        notes.append(
+            f"The device's dense peak is {join_words(f'{peak / 1e12:g}' for peak in peaks)} "
+            "TFLOP/s."
+        )
     return notes
 
 

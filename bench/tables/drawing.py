@@ -1,8 +1,9 @@
 """The style of all figures of ``bench``, and how they become files.
 
-Colours are Okabe and Ito's, which readers with any colour vision can tell apart. Each variant also has a marker, for
-prints in grey. Equal rows give equal files: SVGs have text as paths, which need no font, identifiers with a fixed salt,
-and no date. Figures use matplotlib's object interface, which needs no window system and leaves no global state."""
+Colours are Okabe and Ito's, which readers with any colour vision can tell apart. Each variant also
+has a marker, for prints in grey. Equal rows give equal files: SVGs have text as paths, which need
+no font, identifiers with a fixed salt, and no date. Figures use matplotlib's object interface,
+which needs no window system and leaves no global state."""
 
 import io
 from collections.abc import Iterable
@@ -18,8 +19,14 @@ from bench.tables.compare import VARIANTS
 from harness.record.table import Drawing
 
 GREY, FAINT, INK, BLUE = "#7F7F7F", "0.9", "0.15", "#0072B2"
-STYLE = {"font.family": "DejaVu Sans", "font.size": 10.0, "axes.titlesize": 10.5, "svg.fonttype": "path"}
-STYLE |= {"svg.hashsalt": "attention-windtunnel", "text.parse_math": False}  # a $ in a name starts no formula
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10.0,
+    "axes.titlesize": 10.5,
+    "svg.fonttype": "path",
+}
+# a $ in a name starts no formula
+STYLE |= {"svg.hashsalt": "attention-windtunnel", "text.parse_math": False}
 styled = partial(rc_context, STYLE)
 """Context in which figures are made and saved in this style."""
 LINE_STYLES = ("-", "--", ":", "-.")
@@ -31,8 +38,12 @@ LOG_RATIO = 8  # an axis is logarithmic if its largest number is more than 8 tim
 
 
 def variant_styles(variants: Iterable[str]) -> dict[str, dict]:
-    """Colour and marker of each variant: from ``variants.yaml``, or spare ones in alphabetical order of the names."""
-    styles = {name: (c, tuple(m) if isinstance(m, list) else m) for name, (c, m) in VARIANTS["styles"].items()}
+    """Colour and marker of each variant: from ``variants.yaml``, or spare ones in alphabetical
+    order of the names."""
+    styles = {
+        name: (c, tuple(m) if isinstance(m, list) else m)
+        for name, (c, m) in VARIANTS["styles"].items()
+    }
     for index, name in enumerate(sorted(set(variants) - set(styles))):
         styles[name] = SPARE_STYLES[index % len(SPARE_STYLES)]
     return {name: {"color": colour, "marker": marker} for name, (colour, marker) in styles.items()}
@@ -41,11 +52,16 @@ def variant_styles(variants: Iterable[str]) -> dict[str, dict]:
 def panels(
     rows: int, columns: int, *, width: float, height: float, title: str, subtitle: str = ""
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``width`` x ``height`` inches with title and subtitle, and its axes, row by row."""
+    """A figure of ``width`` x ``height`` inches with title and subtitle, and its axes, row by
+    row."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     renderer, top = FigureCanvasAgg(figure).get_renderer(), height - 0.08
-    for words, style in ((title, {"fontsize": 13, "color": INK}), (subtitle, {"fontsize": 9, "color": "0.35"})):
-        wrap = "$" not in words  # matplotlib reads a line that it wraps as a formula, whatever text.parse_math says
+    for words, style in (
+        (title, {"fontsize": 13, "color": INK}),
+        (subtitle, {"fontsize": 9, "color": "0.35"}),
+    ):
+        # matplotlib reads a line that it wraps as a formula, whatever text.parse_math says
+        wrap = "$" not in words
         text = figure.text(0.5, top / height, words, ha="center", va="top", wrap=wrap, **style)
         top -= text.get_window_extent(renderer).height / figure.dpi + 0.06 * bool(words)
     figure.get_layout_engine().set(rect=(0, 0, 1, top / height))
@@ -58,8 +74,13 @@ def panels(
 
 
 def add_legend(ax: Axes) -> None:
-    """Add a legend to the right of the axes. Its lines are ordered by the height of their last points."""
-    lines = [line for line in ax.get_lines() if not line.get_label().startswith("_") and len(line.get_ydata())]
+    """Add a legend to the right of the axes. Its lines are ordered by the height of their last
+    points."""
+    lines = [
+        line
+        for line in ax.get_lines()
+        if not line.get_label().startswith("_") and len(line.get_ydata())
+    ]
     lines.sort(key=lambda line: -line.get_ydata()[-1])
     if lines:
         ax.legend(
@@ -73,18 +94,23 @@ def add_legend(ax: Axes) -> None:
 
 
 def scale_axis(axis, numbers: list[float], *, log: bool | None = None) -> None:
-    """Label an axis with plain numbers. It is logarithmic if ``log``, by default if ``LOG_RATIO`` is exceeded."""
+    """Label an axis with plain numbers. It is logarithmic if ``log``, by default if
+    ``LOG_RATIO`` is exceeded."""
     low, high = min(numbers, default=1), max(numbers, default=1)
     if low > 0 and (high > LOG_RATIO * low if log is None else log):
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
-        axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if high < 50 * low else (1,), numticks=10))
+        axis.set_major_locator(
+            LogLocator(base=10, subs=(1, 2, 5) if high < 50 * low else (1,), numticks=10)
+        )
         axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(plain_number))
 
 
 def plain_number(number: float, _position: int | None = None) -> str:
     """``0.02``, ``512`` or ``3 M``: a short text without a power of ten."""
-    return f"{number:g}" if 1e-3 <= abs(number) < 1e4 or number == 0 else EngFormatter(sep=" ")(number)
+    return (
+        f"{number:g}" if 1e-3 <= abs(number) < 1e4 or number == 0 else EngFormatter(sep=" ")(number)
+    )
 
 
 def drawing_of(figure: Figure, *, name: str, title: str, caption: str) -> Drawing:

@@ -1,13 +1,16 @@
-"""Uncertainty of differences between mechanisms over common seeds: the only place in which intervals and verdicts are made.
+"""Uncertainty of differences between mechanisms over common seeds: the only place in which
+intervals and verdicts are made.
 
-Scores are fitted by least squares as the sum of a mechanism's mean, a seed's effect and a residual. The residual mean
-square s^2, with f degrees of freedom, is pooled over all mechanisms of a table. The mean m of n differences of paired
-seeds has the interval m +- t s sqrt(2 / n), where t is the 0.975 quantile of Student's distribution for f degrees of
-freedom. If the differences themselves have a variance of more than twice 2 s^2, they are not like the others: their own
-variance is used instead, with n - 1 degrees of freedom. The interval contains the true mean in 95 of 100 repetitions.
-With Holm's procedure, the probability of any false "better" or "worse" in a table is at most 0.05, for dependent
-differences, too. Fewer than ``MIN_SEEDS`` common seeds give no verdict.
-Student (W. S. Gosset), Biometrika 6 (1908); Abramowitz and Stegun 26.7.3, 26.7.4; S. Holm, Scand. J. Statist. 6 (1979).
+Scores are fitted by least squares as the sum of a mechanism's mean, a seed's effect and a residual.
+The residual mean square s^2, with f degrees of freedom, is pooled over all mechanisms of a table.
+The mean m of n differences of paired seeds has the interval m +- t s sqrt(2 / n), where t is the
+0.975 quantile of Student's distribution for f degrees of freedom. If the differences themselves
+have a variance of more than twice 2 s^2, they are not like the others: their own variance is used
+instead, with n - 1 degrees of freedom. The interval contains the true mean in 95 of 100
+repetitions. With Holm's procedure, the probability of any false "better" or "worse" in a table is
+at most 0.05, for dependent differences, too. Fewer than ``MIN_SEEDS`` common seeds give no verdict.
+Student (W. S. Gosset), Biometrika 6 (1908); Abramowitz and Stegun 26.7.3, 26.7.4; S. Holm, Scand.
+J. Statist. 6 (1979).
 """
 
 import math
@@ -20,7 +23,8 @@ import pandas as pd
 
 CONFIDENCE = 0.95
 MIN_SEEDS = 3  # fewest common seeds for a verdict
-OWN_VARIANCE_RATIO = 2  # a variance larger than the pooled one by more than this ratio is used in its place
+# a variance larger than the pooled one by more than this ratio is used in its place
+OWN_VARIANCE_RATIO = 2
 BETTER, WORSE, TIE, TOO_FEW = "better", "worse", "tie", "too few seeds"
 
 
@@ -33,18 +37,20 @@ class Pooled(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The mean of ``n`` numbers, such as paired differences. ``half_width``, ``p`` and ``freedom`` are None without a
-    variance."""
+    """The mean of ``n`` numbers, such as paired differences. ``half_width``, ``p`` and ``freedom``
+    are None without a variance."""
 
     n: int
     mean: float
     half_width: float | None  # half of the interval around the mean
-    p: float | None  # probability of a mean at least as far from 0, on either side, if the true mean is 0
+    # probability of a mean at least as far from 0, on either side, if the true mean is 0
+    p: float | None
     freedom: int | None  # degrees of freedom of the variance
 
     @property
     def verdict(self) -> str:
-        """``BETTER`` for a mean below 0, ``WORSE``, or ``TIE``; ``TOO_FEW`` for fewer than ``MIN_SEEDS``."""
+        """``BETTER`` for a mean below 0, ``WORSE``, or ``TIE``; ``TOO_FEW`` for fewer than
+        ``MIN_SEEDS``."""
         if self.n < MIN_SEEDS or self.p is None:
             return TOO_FEW
         if self.p > 1 - CONFIDENCE:
@@ -53,7 +59,8 @@ class Estimate:
 
 
 def estimate_mean(numbers: Sequence[float], pooled: Pooled | None = None) -> Estimate:
-    """The mean of one or more numbers, with an interval by their own variance or by the ``pooled`` one."""
+    """The mean of one or more numbers, with an interval by their own variance or by the
+    ``pooled`` one."""
     n = len(numbers)
     mean = math.fsum(numbers) / n
     variance = math.fsum((number - mean) ** 2 for number in numbers) / (n - 1) if n > 1 else 0.0
@@ -72,8 +79,8 @@ def estimate_mean(numbers: Sequence[float], pooled: Pooled | None = None) -> Est
 
 
 def pooled_variance(scores: pd.DataFrame) -> Pooled:
-    """The variance of a difference between two runs of one seed, which is 2 s^2, and its degrees of freedom f, from
-    ``scores [seed, mechanism]``, NaN where a run is missing."""
+    """The variance of a difference between two runs of one seed, which is 2 s^2, and its degrees of
+    freedom f, from ``scores [seed, mechanism]``, NaN where a run is missing."""
     cells = scores.stack().dropna()
     effects = [pd.get_dummies(cells.index.get_level_values(level), dtype=float) for level in (0, 1)]
     design = np.concatenate(effects, axis=1)
@@ -84,8 +91,9 @@ def pooled_variance(scores: pd.DataFrame) -> Pooled:
 
 
 def compare(scores: pd.DataFrame, baselines: Mapping[str, str]) -> dict[str, Estimate]:
-    """The differences of mechanisms from their ``baselines`` over the seeds that both have, by mechanism, with p after
-    Holm's correction over those that get a verdict. ``scores`` as in ``pooled_variance``."""
+    """The differences of mechanisms from their ``baselines`` over the seeds that both have, by
+    mechanism, with p after Holm's correction over those that get a verdict. ``scores`` as in
+    ``pooled_variance``."""
     pooled, estimates = pooled_variance(scores), {}
     for name, baseline in baselines.items():
         if {name, baseline} <= {*scores} and name != baseline:
@@ -99,9 +107,14 @@ def compare(scores: pd.DataFrame, baselines: Mapping[str, str]) -> dict[str, Est
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """The p values after Holm's correction, in the order of ``probabilities``. Of n values the smallest is multiplied
-    by n, the next by n - 1 and so on; each is raised to the one before it if that is larger, and none exceeds 1."""
-    order, corrected, largest = sorted(range(len(probabilities)), key=probabilities.__getitem__), {}, 0.0
+    """The p values after Holm's correction, in the order of ``probabilities``. Of n values the
+    smallest is multiplied by n, the next by n - 1 and so on; each is raised to the one before it
+    if that is larger, and none exceeds 1."""
+    order, corrected, largest = (
+        sorted(range(len(probabilities)), key=probabilities.__getitem__),
+        {},
+        0.0,
+    )
     for rank, index in enumerate(order):
         largest = max(largest, min(1.0, (len(order) - rank) * probabilities[index]))
         corrected[index] = largest
@@ -109,18 +122,22 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 
 
 def t_quantile(probability: float, *, freedom: int) -> float:
-    """The t with ``t_below(t) == probability``, for a ``probability`` of at least 0.5 and below 1."""
+    """The t with ``t_below(t) == probability``, for a ``probability`` of at least 0.5 and below
+    1."""
     low, high = 0.0, 1.0
     while t_below(high, freedom=freedom) < probability:
         low, high = high, 2 * high
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if t_below(middle, freedom=freedom) < probability else (low, middle)
+        low, high = (
+            (middle, high) if t_below(middle, freedom=freedom) < probability else (low, middle)
+        )
     return (low + high) / 2
 
 
 def t_below(t: float, *, freedom: int) -> float:
-    """The probability below ``t`` >= 0 in Student's distribution, a finite sum for integer degrees of ``freedom``."""
+    """The probability below ``t`` >= 0 in Student's distribution, a finite sum for integer
+    degrees of ``freedom``."""
     angle = math.atan(t / math.sqrt(freedom))
     odd, power, total = freedom % 2, 1.0, 0.0
     for term in range(freedom // 2):

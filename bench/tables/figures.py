@@ -1,4 +1,5 @@
-"""The report's figures of comparable rows: learning curves, bits per byte against cost, and cost against context."""
+"""The report's figures of comparable rows: learning curves, bits per byte against cost, and cost
+against context."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -6,7 +7,14 @@ from collections.abc import Iterable, Iterator
 import pandas as pd
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from bench.tables.compare import arms_of, budget_words, cost_key, data_words, precision_word, run_key
+from bench.tables.compare import (
+    arms_of,
+    budget_words,
+    cost_key,
+    data_words,
+    precision_word,
+    run_key,
+)
 from bench.tables.drawing import (
     LINE_STYLES,
     add_legend,
@@ -29,7 +37,8 @@ RUN_COSTS = {
     "peak memory of training [MiB]": "memory.peak_bytes",
     "time of training [s]": "seconds",
 }
-"""Column of the frame for each horizontal axis of a trade-off. All but the first depend on the machine."""
+"""Column of the frame for each horizontal axis of a trade-off. All but the first depend on the
+machine."""
 CONTEXT_COSTS = {
     "training step [ms]": "time.train_ms.p50",
     "peak memory of training [MiB]": "memory.train_peak_bytes",
@@ -38,10 +47,12 @@ CONTEXT_COSTS = {
 }
 """Column of the frame for each panel of cost against context."""
 LINE_KEYS = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "runtime.allocator")
-"""Keys of the configuration that may differ between the points of one line, or that the figure shows."""
+"""Keys of the configuration that may differ between the points of one line, or that the figure
+shows."""
 OUT_OF_MEMORY = "out of memory"
 MAX_POINTS = 200  # of a curve, approximately
-FREE_SHARE = 0.2  # the first fifth of a curve, where it falls from 8 bits, does not set the limits of the axes
+# the first fifth of a curve, where it falls from 8 bits, does not set the limits of the axes
+FREE_SHARE = 0.2
 
 
 def draw_all(rows: Rows) -> list[Drawing]:
@@ -49,14 +60,22 @@ def draw_all(rows: Rows) -> list[Drawing]:
     with styled():
         drawings = []
         runs, costs = (rows.frame[rows.frame["kind"] == kind] for kind in ("run", "cost"))
-        for index, (_, group) in enumerate(runs.groupby(runs["row"].map(run_key), sort=False), start=1):
-            arms = group.join(arms_of(group)).sort_values(["variant", "order", "seed"], kind="stable")
-            drawings += [*trade_off(arms, name=f"trade-off-{index}"), *curves(arms, name=f"curves-{index}")]
+        for index, (_, group) in enumerate(
+            runs.groupby(runs["row"].map(run_key), sort=False), start=1
+        ):
+            arms = group.join(arms_of(group)).sort_values(
+                ["variant", "order", "seed"], kind="stable"
+            )
+            drawings += [
+                *trade_off(arms, name=f"trade-off-{index}"),
+                *curves(arms, name=f"curves-{index}"),
+            ]
         return [*drawings, *_cost_drawings(costs)]
 
 
 def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
-    """Bits per byte with the range over seeds, against FLOPs and, if costs are comparable, against memory and time."""
+    """Bits per byte with the range over seeds, against FLOPs and, if costs are comparable,
+    against memory and time."""
     newest = arms[arms["valid_bits_per_byte"].notna()].drop_duplicates(["arm", "seed"], keep="last")
     split, reference = basis(newest)
     rows = mean_rows(newest, by="arm", split=split, reference=reference, baselines={})
@@ -81,7 +100,11 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     for ax, (label, key) in zip(axes, costs.items(), strict=True):
         divisor = MIB if "MiB" in label else 1.0
         for row in rows:
-            style, bits, x = styles[row["variant"]], row["runs"][f"{split}_{BITS}"], row[key] / divisor
+            style, bits, x = (
+                styles[row["variant"]],
+                row["runs"][f"{split}_{BITS}"],
+                row[key] / divisor,
+            )
             ax.vlines(x, bits.min(), bits.max(), color=style["color"], linewidth=1)
             arm = f"{row['arm']} (n={row['n']})"
             ax.plot(x, bits.mean(), **style, linestyle="none", markersize=7, alpha=0.85, label=arm)
@@ -95,7 +118,10 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
 
 def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     """Bits per byte during training, and on valid at the end; means over seeds."""
-    means = {arm: _mean_curve(row["record"] for row in runs["row"]) for arm, runs in arms.groupby("arm", sort=False)}
+    means = {
+        arm: _mean_curve(row["record"] for row in runs["row"])
+        for arm, runs in arms.groupby("arm", sort=False)
+    }
     means = {arm: curve for arm, curve in means.items() if len(curve)}
     if not means:
         return
@@ -105,8 +131,20 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     figure, (ax,) = panels(1, 1, width=8.5, height=height, title=title, subtitle=subtitle)
     for arm, curve in means.items():
         runs = arms[arms["arm"] == arm]
-        style, line_style = styles[runs["variant"].iloc[0]], LINE_STYLES[runs["order"].iloc[0] % len(LINE_STYLES)]
-        ax.plot(curve.index, curve, **style, linestyle=line_style, linewidth=1.4, markersize=3, alpha=0.9, label=arm)
+        style, line_style = (
+            styles[runs["variant"].iloc[0]],
+            LINE_STYLES[runs["order"].iloc[0] % len(LINE_STYLES)],
+        )
+        ax.plot(
+            curve.index,
+            curve,
+            **style,
+            linestyle=line_style,
+            linewidth=1.4,
+            markersize=3,
+            alpha=0.9,
+            label=arm,
+        )
         levels += [*curve[curve.index >= FREE_SHARE * curve.index.max()]]
         end = runs.reindex(columns=["bytes_seen", "valid_bits_per_byte"]).mean().dropna()
         if len(end) == 2:
@@ -119,15 +157,16 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     ax.xaxis.set_major_locator(MaxNLocator(6))
     add_legend(ax)
     caption = (
-        "Mean bits per byte over seeds. Lines: during training, on a sample of the bytes of valid that select the "
-        "weights, or on train for runs without such scores. Large markers: at the end, on the other bytes of valid. "
-        "The first fifth of a line may lie outside the axes."
+        "Mean bits per byte over seeds. Lines: during training, on a sample of the bytes of valid "
+        "that select the weights, or on train for runs without such scores. Large markers: at the "
+        "end, on the other bytes of valid. The first fifth of a line may lie outside the axes."
     )
     yield drawing_of(figure, name=name, title=title, caption=caption)
 
 
 def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
-    """Mean bits per byte on valid by bytes seen; on train for runs that did not score valid during training."""
+    """Mean bits per byte on valid by bytes seen; on train for runs that did not score valid
+    during training."""
     rows = pd.DataFrame([row for record in records for row in record if not row.get("final")])
     rows = rows.reindex(columns=["kind", "bytes_seen", "bits_per_byte"]).dropna()
     kind = "valid" if (rows["kind"] == "valid").any() else "train"
@@ -136,7 +175,8 @@ def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
 
 
 def _cost_drawings(rows: pd.DataFrame) -> Iterator[Drawing]:
-    """A figure for each environment, code, mode, number of streams and corpus; its name has a digest of these."""
+    """A figure for each environment, code, mode, number of streams and corpus; its name has a
+    digest of these."""
     keys = []
     for row in rows["row"]:
         measured = row["mode"], row["streams"], row["data"]["sha256"]
@@ -147,14 +187,21 @@ def _cost_drawings(rows: pd.DataFrame) -> Iterator[Drawing]:
 
 
 def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
-    """A figure of ``CONTEXT_COSTS`` against the length of context, with a line for each arm and backend."""
+    """A figure of ``CONTEXT_COSTS`` against the length of context, with a line for each arm and
+    backend."""
     first, styles = rows["row"].iloc[0], variant_styles(rows["variant"])
     spans_from = rows.get("spans_from", pd.Series(None, index=rows.index)).replace("learned", None)
-    labels = rows["backend"] + spans_from.map(lambda spans: f", {spans}" if isinstance(spans, str) else "")
+    labels = rows["backend"] + spans_from.map(
+        lambda spans: f", {spans}" if isinstance(spans, str) else ""
+    )
     points = pd.concat([arms_of(group, without=LINE_KEYS) for _, group in rows.groupby(labels)])
     points = rows.join(points).assign(label=labels, line=points["arm"] + ", " + labels)
-    line_styles = {key: LINE_STYLES[i % len(LINE_STYLES)] for i, key in enumerate(sorted(set(labels)))}
-    title = f"Cost against length of context: {first['mode']}, {pluralize(first['streams'], 'stream')}"
+    line_styles = {
+        key: LINE_STYLES[i % len(LINE_STYLES)] for i, key in enumerate(sorted(set(labels)))
+    }
+    title = (
+        f"Cost against length of context: {first['mode']}, {pluralize(first['streams'], 'stream')}"
+    )
     height = max(8.2, 2.4 + 0.36 * points["line"].nunique())
     subtitle = f"{_machine(first)}\n{data_words([first])}"
     figure, axes = panels(2, 2, width=13.5, height=height, title=title, subtitle=subtitle)
@@ -162,11 +209,21 @@ def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
         costs = rows[key].dropna() if key in rows else pd.Series(dtype=float)
         divisor = MIB if "MiB" in label else 1.0
         for line, group in points.groupby("line", sort=False):
-            style = styles[group["variant"].iloc[0]] | {"linestyle": line_styles[group["label"].iloc[0]]}
+            style = styles[group["variant"].iloc[0]] | {
+                "linestyle": line_styles[group["label"].iloc[0]]
+            }
             medians = group.groupby("length")[key].median().dropna() if key in group else costs[:0]
-            ax.plot(medians.index, medians / divisor, **style, linewidth=1.4, markersize=5, label=line)
+            ax.plot(
+                medians.index, medians / divisor, **style, linewidth=1.4, markersize=5, label=line
+            )
             lengths = group[group["status"] == OUT_OF_MEMORY]["length"]
-            ax.plot(lengths, [0.97] * len(lengths), "x", color=style["color"], transform=ax.get_xaxis_transform())
+            ax.plot(
+                lengths,
+                [0.97] * len(lengths),
+                "x",
+                color=style["color"],
+                transform=ax.get_xaxis_transform(),
+            )
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(plain_number)
         ax.set(xlabel="length of context L [bytes]", ylabel=label)

@@ -1,5 +1,6 @@
-"""Rows as one pandas DataFrame, from which all tables and figures are made: those of run folders (``record.jsonl``,
-``summary.json``), of ``bench.cost`` and ``bench.peers``, and the published ones of ``bench.evidence``."""
+"""Rows as one pandas DataFrame, from which all tables and figures are made: those of run folders
+(``record.jsonl``, ``summary.json``), of ``bench.cost`` and ``bench.peers``, and the published
+ones of ``bench.evidence``."""
 
 import math
 import os
@@ -20,23 +21,41 @@ from harness.record.schema import BENCH_COMMANDS, is_number, schema_of_run_row, 
 SKIPPED_FOLDERS = frozenset({"checkpoints", "wandb", "figures", ".git"})
 MAX_ERROR_LENGTH = 300  # characters shown of a failed run's error
 
-TEXT_KEYS = ("variant", "backend", "source", "status", "check", "reason", "spans_from", "name", "run")
-"""Keys whose texts become columns of the frame. Numbers become columns under every key except ``UNREAD``."""
+TEXT_KEYS = (
+    "variant",
+    "backend",
+    "source",
+    "status",
+    "check",
+    "reason",
+    "spans_from",
+    "name",
+    "run",
+)
+"""Keys whose texts become columns of the frame. Numbers become columns under every key except
+``UNREAD``."""
 UNREAD = ("config", "record", "summary", "evaluation")
 SCORES = ["valid_bits_per_byte", "test_bits_per_byte"]  # columns of every frame
 COPIES = "valid_bits_per_copy."
-REACHED_BITS = 1.0  # a byte that repeats an earlier one counts as copied below these bits; without copying it costs 4
+# a byte that repeats an earlier one counts as copied below these bits; without copying it costs 4
+REACHED_BITS = 1.0
 
 
 def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
-    """The frame of rows. ``row`` is a whole row: of a run its provenance and summary, of a published row its summary
-    with ``cell``, ``record`` and ``evaluation``. Numbers, truth values and lengths of lists are columns of floats by
-    dotted key, and ``TEXT_KEYS`` columns of texts. ``reach`` is the largest distance from which a run copies bytes."""
+    """The frame of rows. ``row`` is a whole row: of a run its provenance and summary, of a
+    published row its summary with ``cell``, ``record`` and ``evaluation``. Numbers, truth values
+    and lengths of lists are columns of floats by dotted key, and ``TEXT_KEYS`` columns of texts.
+    ``reach`` is the largest distance from which a run copies bytes."""
     rows = [{"kind": "run"} | row | row.get("summary", {}) for row in rows]
-    leaves = pd.json_normalize([{key: row[key] for key in row if key not in UNREAD} for row in rows])
+    leaves = pd.json_normalize(
+        [{key: row[key] for key in row if key not in UNREAD} for row in rows]
+    )
     is_measured = leaves.map(lambda leaf: is_number(leaf) or isinstance(leaf, bool | list))
     columns = {
-        key: [float(len(leaf) if isinstance(leaf, list) else leaf) for leaf in leaves[key].where(is_measured[key])]
+        key: [
+            float(len(leaf) if isinstance(leaf, list) else leaf)
+            for leaf in leaves[key].where(is_measured[key])
+        ]
         for key in leaves
     }
     frame = pd.DataFrame(columns).dropna(axis=1, how="all")
@@ -44,33 +63,47 @@ def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
     frame = frame.assign(row=rows, kind=[row["kind"] for row in rows])
     for key in {*TEXT_KEYS} & {*leaves}:
         frame[key] = leaves[key].where(leaves[key].map(lambda leaf: isinstance(leaf, str)), None)
-    copies = [key for key in frame if key.startswith(COPIES) and key.removeprefix(COPIES).isdecimal()]
+    copies = [
+        key for key in frame if key.startswith(COPIES) and key.removeprefix(COPIES).isdecimal()
+    ]
     for key in copies:  # other corpora label their answers otherwise
-        frame.loc[[not row["data"].get("name", "").startswith("recall") for row in rows], key] = math.nan
+        frame.loc[[not row["data"].get("name", "").startswith("recall") for row in rows], key] = (
+            math.nan
+        )
     if copies:
-        reached = pd.DataFrame({key: (frame[key] < REACHED_BITS) * float(key.removeprefix(COPIES)) for key in copies})
+        reached = pd.DataFrame(
+            {key: (frame[key] < REACHED_BITS) * float(key.removeprefix(COPIES)) for key in copies}
+        )
         frame["reach"] = reached.max(axis=1).where(frame[copies].notna().any(axis=1))
     return frame
 
 
 class Rows:
-    """The rows in folders and below them; ValueError for a missing folder, or without any file of rows.
+    """The rows in folders and below them; ValueError for a missing folder, or without any file of
+    rows.
 
     Attributes:
-        frame: the frame of runs in the order in which they ended, then of rows of commands in the order of their
-            folders' names. Of a run, ``row`` has the rows of its ``record``.
-        omitted: a text with path and reason for each run that is not shown, and for each file with refused lines.
-        files: the number of files that were read.
+        frame: the frame of runs in the order in which they ended, then of rows of commands in the
+            order of their folders' names. Of a run, ``row`` has the rows of its ``record``.
+        omitted: a text with path and reason for each run that is not shown, and for each file with
+        refused lines. files: the number of files that were read.
         test_scores: how often test was scored, by the SHA-256 of the data."""
 
     def __init__(self, folders: Sequence[Path]):
         for folder in folders:
             if not folder.is_dir():
-                raise ValueError(f"{folder}: must be a folder with runs ({RECORD}) or rows ({ROWS})")
-        paths = {os.path.realpath(path): path for folder in folders for path in _files(folder)}.values()
+                raise ValueError(
+                    f"{folder}: must be a folder with runs ({RECORD}) or rows ({ROWS})"
+                )
+        paths = {
+            os.path.realpath(path): path for folder in folders for path in _files(folder)
+        }.values()
         if not paths:
             names = ", ".join(map(str, folders))
-            raise ValueError(f"{names}: nothing to report; looked for runs ({RECORD}, {SUMMARY}) and rows ({ROWS})")
+            raise ValueError(
+                f"{names}: nothing to report; looked for runs ({RECORD}, {SUMMARY}) and rows "
+                f"({ROWS})"
+            )
         self.omitted: list[str] = []
         self.files = len(paths)
         self.test_scores: Counter = Counter()
@@ -123,12 +156,17 @@ class Rows:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Files of rows: one of each run folder, and other ``.jsonl`` files. Links to folders (``latest``) are ignored."""
+    """Files of rows: one of each run folder, and other ``.jsonl`` files. Links to folders
+    (``latest``) are ignored."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
         if RECORD in names or SUMMARY in names:
             yield Path(parent) / (RECORD if RECORD in names else SUMMARY)
-        yield from (Path(parent) / n for n in names if n.endswith(".jsonl") and n not in (RECORD, EVALUATIONS))
+        yield from (
+            Path(parent) / n
+            for n in names
+            if n.endswith(".jsonl") and n not in (RECORD, EVALUATIONS)
+        )
 
 
 def _command_row_error(row: dict, line_number: int) -> str | None:
@@ -140,20 +178,29 @@ def _command_row_error(row: dict, line_number: int) -> str | None:
 
 
 def _run_row_error(row: dict, line_number: int) -> str | None:
-    """The reason why a row of a run's record is refused, or None. The first row must be the provenance."""
+    """The reason why a row of a run's record is refused, or None. The first row must be the
+    provenance."""
     if line_number > 1:
         return violation(row, schema=schema_of_run_row(row))
     return wrong_format(row) or violation(row, schema="provenance")
 
 
 def _summary_error(summary: dict, line_number: int, *, provenance: dict | None) -> str | None:
-    """The reason why a summary is refused (wrong shape, of another run, unchecked or not causal), or None."""
+    """The reason why a summary is refused (wrong shape, of another run, unchecked or not
+    causal), or None."""
     failed = summary.get("status") in FAILED
     if reason := violation(summary, schema="failed" if failed else "summary"):
         return reason
     if provenance is not None:
-        if summary.get("config_hash") not in (None, provenance["config_hash"]):  # None: a failed run
+        # None: a failed run
+        if summary.get("config_hash") not in (None, provenance["config_hash"]):
             return f"not of the run in {RECORD}: config_hash differs"
-        if not failed and "seconds" in summary["budget"] and cost_conditions(provenance) != cost_conditions(summary):
+        if (
+            not failed
+            and "seconds" in summary["budget"]
+            and cost_conditions(provenance) != cost_conditions(summary)
+        ):
             return "resumed in another environment, so a budget of seconds is not comparable"
-    return f"{summary['check']}: not compared" if summary.get("check") in INCOMPARABLE_CHECKS else None
+    return (
+        f"{summary['check']}: not compared" if summary.get("check") in INCOMPARABLE_CHECKS else None
+    )

@@ -13,23 +13,30 @@ SPLITS = ("valid", "test")
 def mean_rows(
     runs: pd.DataFrame, *, by: str, split: str, reference: str | None, baselines: Mapping[str, str]
 ) -> list[dict]:
-    """A row for each name in the column ``by`` of runs. It has texts and ``row`` of the name's last run, means of all
-    numbers, half of the 95% interval of bits per byte as ``<key>.half_width``, ``n``, the number of ``runs`` with a
-    score, and on ``split`` the difference from its ``baseline`` (``reference`` if ``baselines`` has no other) over
-    common seeds: ``pairs``, ``difference`` with ``half_width`` and ``freedom``, ``p`` with Holm's correction and a
+    """A row for each name in the column ``by`` of runs. It has texts and ``row`` of the name's last
+    run, means of all numbers, half of the 95% interval of bits per byte as ``<key>.half_width``,
+    ``n``, the number of ``runs`` with a score, and on ``split`` the difference from its
+    ``baseline`` (``reference`` if ``baselines`` has no other) over common seeds: ``pairs``,
+    ``difference`` with ``half_width`` and ``freedom``, ``p`` with Holm's correction and a
     ``verdict``.
 
-    So that only common seeds are compared, rows are in the order of their mean differences from ``reference``. Those
-    without common seeds follow, and those without a score are last. ValueError if a name has two runs of a seed or two
-    learning rates, or if ``conditions`` differ."""
+    So that only common seeds are compared, rows are in the order of their mean differences from
+    ``reference``. Those without common seeds follow, and those without a score are last. ValueError
+    if a name has two runs of a seed or two learning rates, or if ``conditions`` differ."""
     unequal = runs.duplicated([by, "seed"]).any()
     if "conditions" in runs:
-        unequal |= runs["conditions"].nunique() > 1 or (runs.groupby(by)["lr_factor"].nunique() > 1).any()
+        unequal |= (
+            runs["conditions"].nunique() > 1 or (runs.groupby(by)["lr_factor"].nunique() > 1).any()
+        )
     if unequal:
-        reason = "differ in data or conditions, have two learning rates of one variant, or repeat a seed"
+        reason = (
+            "differ in data or conditions, have two learning rates of one variant, or repeat a seed"
+        )
         raise ValueError(f"the runs of a table {reason}: {', '.join(runs[by].unique())}")
     scored = runs[runs[f"valid_{BITS}"].notna()]
-    scores = scored.pivot(index="seed", columns=by, values=f"{split}_{BITS}").dropna(axis=1, how="all")
+    scores = scored.pivot(index="seed", columns=by, values=f"{split}_{BITS}").dropna(
+        axis=1, how="all"
+    )
     baselines = {name: baselines.get(name, reference) for name in runs[by]}
     estimates = compare(scores, baselines)
     order = scores.sub(scores.get(reference, 0.0), axis=0).mean().fillna(scores.mean())
@@ -48,7 +55,9 @@ def mean_rows(
         baseline = baselines[name]
         if baseline not in (name, None):
             row["baseline"] = baseline
-            row |= {"pairs": 0, "verdict": "no common seeds"} if {name, baseline} <= {*scores} else {}
+            row |= (
+                {"pairs": 0, "verdict": "no common seeds"} if {name, baseline} <= {*scores} else {}
+            )
         if estimate := estimates.get(name):
             row |= {
                 "pairs": estimate.n,

@@ -1,7 +1,8 @@
-"""The report's page: one HTML file with tables, drawings, style and script, which can be opened from disk.
+"""The report's page: one HTML file with tables, drawings, style and script, which can be opened
+from disk.
 
-All text is escaped, because rows may come from untrusted files. A content security policy allows only the page's own
-style, script and images. Without the script, everything but sorting works."""
+All text is escaped, because rows may come from untrusted files. A content security policy allows
+only the page's own style, script and images. Without the script, everything but sorting works."""
 
 import base64
 import hashlib
@@ -18,13 +19,25 @@ LONG = 32  # a cell's text of so many characters or more is wrapped
 
 
 def page_of(
-    title: str, *, tables: Sequence[Table], drawings: Sequence[Drawing], notes: Sequence[str], commands: Sequence[str]
+    title: str,
+    *,
+    tables: Sequence[Table],
+    drawings: Sequence[Drawing],
+    notes: Sequence[str],
+    commands: Sequence[str],
 ) -> str:
-    """The page's HTML, equal for equal arguments. ``commands`` are the command lines that made the rows."""
+    """The page's HTML, equal for equal arguments. ``commands`` are the command lines that made
+    the rows."""
     style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    links = [f'<li><a href="#{_anchor(part.name)}">{escape(part.title)}</a></li>' for part in [*tables, *drawings]]
+    policy = (
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src "
+        f"'sha256-{digest}'"
+    )
+    links = [
+        f'<li><a href="#{_anchor(part.name)}">{escape(part.title)}</a></li>'
+        for part in [*tables, *drawings]
+    ]
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -67,7 +80,9 @@ def _items(lines: Sequence[str]) -> str:
 
 def _table(table: Table) -> str:
     """A table with its caption, notes and explanations."""
-    explained = [f"{column.heading}: {column.explanation}" for column in table.columns if column.explanation]
+    explained = [
+        f"{column.heading}: {column.explanation}" for column in table.columns if column.explanation
+    ]
     return f"""<article id="{_anchor(table.name)}" class="table">
 <h2>{escape(table.title)}</h2>
 <p class="caption">{escape(table.caption)}</p>
@@ -79,7 +94,8 @@ def _table(table: Table) -> str:
 </table>
 </div>
 <ul class="notes">{_items(table.notes)}</ul>
-<details><summary>Protocol and columns</summary><ul>{_items([*table.details, *explained])}</ul></details>
+<details><summary>Protocol and columns</summary>
+<ul>{_items([*table.details, *explained])}</ul></details>
 </article>
 """
 
@@ -87,7 +103,10 @@ def _table(table: Table) -> str:
 def _heading(column: Column) -> str:
     """The heading of a column, with a button that sorts the table."""
     number, heading = ' class="number"' if column.numeric else "", escape(column.heading)
-    return f'<th scope="col"{number}><button title="{escape(column.explanation)}">{heading}</button></th>'
+    return (
+        f'<th scope="col"{number}><button '
+        f'title="{escape(column.explanation)}">{heading}</button></th>'
+    )
 
 
 def _row(row: Sequence[Cell], columns: Sequence[Column]) -> str:
@@ -97,7 +116,8 @@ def _row(row: Sequence[Cell], columns: Sequence[Column]) -> str:
 
 
 def _cell(cell: Cell, column: Column) -> str:
-    """A cell's HTML after ``<td`` or ``<th``, without the closing tag: attributes, ``>`` and the text."""
+    """A cell's HTML after ``<td`` or ``<th``, without the closing tag: attributes, ``>`` and the
+    text."""
     style = ' class="long"' if len(cell.text) >= LONG else ""
     style = ' class="number"' if column.numeric else style
     measured = cell.value is not None and math.isfinite(cell.value)
@@ -106,7 +126,8 @@ def _cell(cell: Cell, column: Column) -> str:
 
 
 def _drawing(drawing: Drawing) -> str:
-    """A drawing with its caption, as an image and not as inline SVG, because ids inside two SVGs may be equal."""
+    """A drawing with its caption, as an image and not as inline SVG, because ids inside two SVGs
+    may be equal."""
     image = base64.b64encode(drawing.svg).decode()
     return f"""<article id="{_anchor(drawing.name)}">
 <h2>{escape(drawing.title)}</h2>

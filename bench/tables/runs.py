@@ -18,14 +18,20 @@ UNCONTROLLED = {
     "ideal FLOPs per byte": "flops_per_byte.ideal",
     "bytes trained on": "bytes_seen",
 }
-"""Columns of the frame, by name, that may differ between the runs of a table; its details name those that do."""
+"""Columns of the frame, by name, that may differ between the runs of a table; its details name
+those that do."""
 
 
 def run_tables(rows: Rows) -> Iterator[Table]:
-    """A table for each group of comparable runs, with time and memory if these are comparable (``cost_key``)."""
+    """A table for each group of comparable runs, with time and memory if these are comparable
+    (``cost_key``)."""
     runs = rows.frame[rows.frame["kind"] == "run"]
-    for index, (_, group) in enumerate(runs.groupby(runs["row"].map(compare.run_key), sort=False), start=1):
-        arms = group.join(compare.arms_of(group)).sort_values(["variant", "order", "seed"], kind="stable")
+    for index, (_, group) in enumerate(
+        runs.groupby(runs["row"].map(compare.run_key), sort=False), start=1
+    ):
+        arms = group.join(compare.arms_of(group)).sort_values(
+            ["variant", "order", "seed"], kind="stable"
+        )
         newest = arms.drop_duplicates(["arm", "seed"], keep="last")
         split, reference = basis(newest)
         means = mean_rows(newest, by="arm", split=split, reference=reference, baselines={})
@@ -42,9 +48,13 @@ def run_tables(rows: Rows) -> Iterator[Table]:
         if arms["row"].map(compare.cost_key).nunique() == 1:
             about.append(f"Time and memory: {compare.environment_words(last)}.")
         else:
-            costs = [column for column in costs if column.heading in ("backend", "evaluation backend")]
+            costs = [
+                column for column in costs if column.heading in ("backend", "evaluation backend")
+            ]
             unequal = compare.environment_differences(comparable) or "source"
-            notes.append(f"Time and memory are in runs.csv only, because these runs differ in {unequal}.")
+            notes.append(
+                f"Time and memory are in runs.csv only, because these runs differ in {unequal}."
+            )
         yield make_table(
             [*means, *_compressors(last)],
             columns("runs", distances=_copies(arms)) + costs,
@@ -57,9 +67,9 @@ def run_tables(rows: Rows) -> Iterator[Table]:
 
 
 def basis(arms: pd.DataFrame) -> tuple[str, str | None]:
-    """The split on which arms are compared, test if every scored arm has such a score of each seed, else valid; and the
-    reference: the best arm on valid of the shipped variant that ``variants.yaml`` names. It is None without another arm
-    that has a score."""
+    """The split on which arms are compared, test if every scored arm has such a score of each seed,
+    else valid; and the reference: the best arm on valid of the shipped variant that
+    ``variants.yaml`` names. It is None without another arm that has a score."""
     scored = arms[arms[f"valid_{BITS}"].notna()]
     split = "test" if len(scored) and scored[f"test_{BITS}"].notna().all() else "valid"
     shipped = scored[(scored["variant"] == REFERENCE) & scored["row"].map(is_shipped).astype(bool)]
@@ -70,7 +80,11 @@ def basis(arms: pd.DataFrame) -> tuple[str, str | None]:
 
 def _copies(runs: pd.DataFrame) -> list[str]:
     """The distances from which the runs of a table copy bytes, as texts."""
-    keys = (key.removeprefix(COPIES) for key in runs if key.startswith(COPIES) and runs[key].notna().any())
+    keys = (
+        key.removeprefix(COPIES)
+        for key in runs
+        if key.startswith(COPIES) and runs[key].notna().any()
+    )
     return sorted(keys, key=int)
 
 
@@ -102,20 +116,30 @@ def _about(runs: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
 
 
 def _notes(arms: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
-    """Notes on prefixes that were scored, runs without a score, repeated runs, and unequal seeds."""
+    """Notes on prefixes that were scored, runs without a score, repeated runs, and unequal
+    seeds."""
     notes, prefixes = [], {}
     for row in arms["row"]:
         prefixes |= row.get("capped") or {}
     if prefixes:
-        splits = " and ".join(f"the first {n_bytes:,.0f} bytes of {split}" for split, n_bytes in prefixes.items())
+        splits = " and ".join(
+            f"the first {n_bytes:,.0f} bytes of {split}" for split, n_bytes in prefixes.items()
+        )
         notes.append(f"{CAPPED_MARK} scored on {splits} only.")
     unscored = arms[arms[f"valid_{BITS}"].isna()]
     names = [f"{run.arm}, seed {run.seed:.0f}" for run in unscored.itertuples()]
     if names:
-        notes.append(f"No validation bits per byte (not scored, or not finite): {'; '.join(names)}.")
+        notes.append(
+            f"No validation bits per byte (not scored, or not finite): {'; '.join(names)}."
+        )
     notes += compare.missing_formulas_notes(arms, "flops_per_byte")
     if n_repeated := int(arms.duplicated(["arm", "seed"]).sum()):
-        notes.append(f"Means are over the newest run of each seed; {pluralize(n_repeated, 'older run')} in runs.csv.")
+        notes.append(
+            f"Means are over the newest run of each seed; {pluralize(n_repeated, 'older run')} in "
+            "runs.csv."
+        )
     if len({frozenset(row["runs"]["seed"]) for row in rows}) > 1:
-        notes.append("Means are over different seeds; differences are over the seeds that both rows have.")
+        notes.append(
+            "Means are over different seeds; differences are over the seeds that both rows have."
+        )
     return notes

@@ -1,7 +1,9 @@
-"""Admission of a mechanism before its first step: it is a shipped one, or it is checked against the contract.
+"""Admission of a mechanism before its first step: it is a shipped one, or it is checked against the
+contract.
 
 A shipped mechanism has the digests of all its files in ``variants/conformance/shipped.json``, which
-``python -m bench.shipped`` writes. A passed check is cached by source, sizes and version of torch."""
+``python -m bench.shipped`` writes. A passed check is cached by source, sizes and version of
+torch."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +19,15 @@ from harness.count.memory import tensors_of
 from harness.device.selection import device_kind
 from harness.plan.build import Plan
 from harness.plan.settings import WINDOWS
-from variants.conformance import AT_RUN_SIZES, AT_SIZES, BEFORE_TRAINING, Finding, Size, check, run_check
+from variants.conformance import (
+    AT_RUN_SIZES,
+    AT_SIZES,
+    BEFORE_TRAINING,
+    Finding,
+    Size,
+    check,
+    run_check,
+)
 from variants.conformance.fixture import spread_projected
 
 CONFORMANCE = source.ROOT / "variants" / "conformance"
@@ -36,7 +46,9 @@ def admission(plan: Plan, *, text: torch.Tensor | None = None) -> str:
     if all(shipped.get(name) == sha256_of(path) for name, path in files):
         return "shipped"
     if not plan.check:
-        print("check=false: the mechanism is not checked, and no table compares this run", flush=True)
+        print(
+            "check=false: the mechanism is not checked, and no table compares this run", flush=True
+        )
         return "unchecked"
     file = marker(
         "checked",
@@ -47,9 +59,14 @@ def admission(plan: Plan, *, text: torch.Tensor | None = None) -> str:
     )
     if recall(file) is not None:
         return "passed"
-    print("check: the mechanism is not a shipped one; it is checked once at the sizes of this run", flush=True)
+    print(
+        "check: the mechanism is not a shipped one; it is checked once at the sizes of this run",
+        flush=True,
+    )
     torch.use_deterministic_algorithms(plan.runtime.deterministic)  # as in the run
-    if broken := next((finding for finding in findings(plan, text=text) if not finding.passed), None):
+    if broken := next(
+        (finding for finding in findings(plan, text=text) if not finding.passed), None
+    ):
         raise ValueError(
             f"variant={plan.variant}: {broken.promise}: {broken.detail}; "
             'check=false trains anyway and marks the row "unchecked"'
@@ -70,7 +87,8 @@ def findings(plan: Plan, *, text: torch.Tensor | None = None) -> Iterator[Findin
 
 
 def compare_flops(plan: Plan) -> Finding:
-    """Check that declared FLOPs are at most the executed ones with a full past, and at least half of them."""
+    """Check that declared FLOPs are at most the executed ones with a full past, and at least
+    half of them."""
     return run_check(PROMISE, lambda: compare_ideal(plan.make_model(), span=plan.model.span))
 
 
@@ -80,7 +98,9 @@ def compare_flops_at_sizes(plan: Plan, *, text: torch.Tensor | None) -> Finding:
     is carried, but no shorter than blocks of kernels. Without a state they are the run's."""
     with torch.random.fork_rng(devices=[]):
         model = spread_projected(plan.make_model(), 1, 1)
-        carries = any(len(tensors_of(state)) for state in model(torch.zeros(1, 1, dtype=torch.int64)).state[1])
+        carries = any(
+            len(tensors_of(state)) for state in model(torch.zeros(1, 1, dtype=torch.int64)).state[1]
+        )
     span = plan.model.span
     segment = max(span // 4, min(2 * span, LEAST_SEGMENT)) if carries else plan.eval.segment
     flops = {"span": span, "segment": segment, "text": text}
@@ -88,11 +108,13 @@ def compare_flops_at_sizes(plan: Plan, *, text: torch.Tensor | None) -> Finding:
 
 
 def findings_at_sizes(plan: Plan, *, text: torch.Tensor | None = None) -> Iterator[Finding]:
-    """Yield the outcome of promises that depend on sizes, in a narrow network at the plan's span and batch sizes."""
+    """Yield the outcome of promises that depend on sizes, in a narrow network at the plan's span
+    and batch sizes."""
     checked = contract_plan(plan, device_kind(plan.runtime))
     e, b = plan.eval, plan.batch
     third = e.segment // 3
-    last_segment = max(1, e.segment - third)  # as at the end of a split: shorter than the others, and odd if possible
+    # as at the end of a split: shorter than the others, and odd if possible
+    last_segment = max(1, e.segment - third)
     if e.segment > 3 and third % 2 == e.segment % 2:
         last_segment -= 1
     sizes = [
@@ -104,5 +126,7 @@ def findings_at_sizes(plan: Plan, *, text: torch.Tensor | None = None) -> Iterat
     if (b.streams, b.segment) != (e.streams, e.segment):
         sizes.append(Size("eval", b.streams, b.segment, True))
     options = {"span": plan.model.span, "vocabulary": plan.data["vocabulary"], "text": text}
-    yield from check(reduce_width(checked).make_model, **options, checks=AT_RUN_SIZES, sizes=tuple(sizes))
+    yield from check(
+        reduce_width(checked).make_model, **options, checks=AT_RUN_SIZES, sizes=tuple(sizes)
+    )
     yield compare_flops_at_sizes(checked, text=text)

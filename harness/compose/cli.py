@@ -1,7 +1,8 @@
 """Run commands under Hydra. A user's mistake gives one clear message and exit code 2, a failure of
-``harness/failures.py`` a message and its own code, and a bug its trace and exit code 1. With HYDRA_FULL_ERROR=1, which
-``run_command`` sets, Hydra raises errors instead of printing them. ``run_command`` prints the errors that no callback
-of ``harness/compose/sweep.py`` has printed. If the user sets HYDRA_FULL_ERROR=1, all are printed with a trace."""
+``harness/failures.py`` a message and its own code, and a bug its trace and exit code 1. With
+HYDRA_FULL_ERROR=1, which ``run_command`` sets, Hydra raises errors instead of printing them.
+``run_command`` prints the errors that no callback of ``harness/compose/sweep.py`` has printed.
+If the user sets HYDRA_FULL_ERROR=1, all are printed with a trace."""
 
 import inspect
 import os
@@ -32,7 +33,8 @@ from harness.device.torchrun import check_launch, is_secondary, read_launch
 from harness.failures import did_you_mean, first_line
 
 TRACE_VARIABLE = "WINDTUNNEL_TRACE"
-"""Environment variable in which ``run_command`` saves the user's HYDRA_FULL_ERROR before it overwrites it."""
+"""Environment variable in which ``run_command`` saves the user's HYDRA_FULL_ERROR before it
+overwrites it."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 SYNONYMS = {
     "batch_size": "batch.streams",
@@ -49,13 +51,15 @@ SYNONYMS = {
     "optimizer": "optim",
 }
 """Keys by the names that other programs give them."""
-EXITING = ("harness", "bench", "hydra", "argparse", "__main__")  # packages whose SystemExit ends a command
+# packages whose SystemExit ends a command
+EXITING = ("harness", "bench", "hydra", "argparse", "__main__")
 task: TaskFunction | None = None  # the function that the launcher of a sweep calls for each job
 
 
 class JobFailed(RuntimeError):
-    """The error of a sweep's job in a form that can be pickled and holds no tensors: message, exit ``code``, and
-    ``already_printed``, the device and inode of the stderr to which it was printed, or None."""
+    """The error of a sweep's job in a form that can be pickled and holds no tensors: message, exit
+    ``code``, and ``already_printed``, the device and inode of the stderr to which it was
+    printed, or None."""
 
 
 def with_config(name: str) -> Callable[[TaskFunction], Callable[[], None]]:
@@ -64,8 +68,9 @@ def with_config(name: str) -> Callable[[TaskFunction], Callable[[], None]]:
 
 
 def run_command(command: Callable[[], object], *, multiprocess: bool = False) -> None:
-    """Call a function decorated with ``with_config``. If it fails, exit with a code of ``docs/exit_codes.md``.
-    ``multiprocess`` states whether ``torchrun`` may start the command in several processes."""
+    """Call a function decorated with ``with_config``. If it fails, exit with a code of
+    ``docs/exit_codes.md``. ``multiprocess`` states whether ``torchrun`` may start the command in
+    several processes."""
     global task
     task = inspect.unwrap(command)
     Plugins.instance()  # registers Hydra's file source, which the next line replaces
@@ -95,24 +100,37 @@ def run_command(command: Callable[[], object], *, multiprocess: bool = False) ->
 
 
 def _calling_module(stop: SystemExit) -> str:
-    """The module that has called ``sys.exit`` or ``exit``. W&B replaces ``sys.exit`` by a function of its own."""
+    """The module that has called ``sys.exit`` or ``exit``. W&B replaces ``sys.exit`` by a
+    function of its own."""
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(stop.__traceback__)]
-    return next(name for name in reversed(modules) if name.partition(".")[0] not in ("_sitebuiltins", "wandb"))
+    return next(
+        name
+        for name in reversed(modules)
+        if name.partition(".")[0] not in ("_sitebuiltins", "wandb")
+    )
 
 
 def exit_code(errors: Sequence[Exception]) -> int:
-    """Exit code of a command with several errors: that of a bug if one is a bug, else the highest."""
-    codes = {getattr(error, "code", None) or failures.exit_code(error, mistakes=MISTAKES) for error in errors}
+    """Exit code of a command with several errors: that of a bug if one is a bug, else the
+    highest."""
+    codes = {
+        getattr(error, "code", None) or failures.exit_code(error, mistakes=MISTAKES)
+        for error in errors
+    }
     return failures.BUG if failures.BUG in codes else max(codes, default=0)
 
 
 def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
-    """Print an error to stderr, unless it was printed there before. ``job`` has the overrides of a sweep's job. A
-    mistake in the configuration is raised by all processes of a run, and printed by the main process only. A mistake
-    marked ``of_process`` was raised later, perhaps in one process only, and is printed by that process."""
+    """Print an error to stderr, unless it was printed there before. ``job`` has the overrides of a
+    sweep's job. A mistake in the configuration is raised by all processes of a run, and printed by
+    the main process only. A mistake marked ``of_process`` was raised later, perhaps in one
+    process only, and is printed by that process."""
     stderr_status = os.fstat(2)
-    stderr_file = stderr_status.st_dev, stderr_status.st_ino  # the stderr of a launcher's job may be another file
-    printed_by_main = isinstance(error, MISTAKES) and is_secondary() and not getattr(error, "of_process", False)
+    # the stderr of a launcher's job may be another file
+    stderr_file = stderr_status.st_dev, stderr_status.st_ino
+    printed_by_main = (
+        isinstance(error, MISTAKES) and is_secondary() and not getattr(error, "of_process", False)
+    )
     if printed_by_main or getattr(error, "already_printed", None) in (True, stderr_file):
         return
     has_message = isinstance(error, (*MISTAKES, JobFailed)) or failures.failure_class(error)
@@ -152,13 +170,14 @@ def command_of_run() -> str:
 
 
 def task_words(hydra: DictConfig) -> list[str]:
-    """The overrides of a job as typed. Hydra's list would resolve each ``${..}`` when it is read."""
+    """The overrides of a job as typed. Hydra's list would resolve each ``${..}`` when it is
+    read."""
     return OmegaConf.to_container(hydra.overrides.task, resolve=False)
 
 
 def explain(error: Exception) -> str:
-    """One message that names the key, the value and what is allowed, if the error has them. A long message is
-    shortened in the middle."""
+    """One message that names the key, the value and what is allowed, if the error has them. A long
+    message is shortened in the middle."""
     message = _explain(error)
     return message if len(message) <= 4000 else f"{message[:3000]} [..] {message[-1000:]}"
 
@@ -169,15 +188,27 @@ def _explain(error: Exception) -> str:
         group, _, name = error.missing_cfg_file.rpartition("/")
         hint = "; pip install -e '.[sweep]' installs more" if group == "hydra/launcher" else ""
         nearest = did_you_mean(name, error.options)
-        return f"{group}={name}: no such choice{nearest}; allowed are {', '.join(error.options)}{hint}"
+        return (
+            f"{group}={name}: no such choice{nearest}; allowed are {', '.join(error.options)}{hint}"
+        )
     if isinstance(error, OverrideParseException):
-        allowed = "KEY=VALUE, as in model.heads=4 or trust=[mine], or \"KEY='VALUE'\" with signs and letters like é"
+        allowed = (
+            "KEY=VALUE, as in model.heads=4 or trust=[mine], or \"KEY='VALUE'\" with signs "
+            "and letters like é"
+        )
         return f"{error.override!r}: must be {allowed} ({first_line(error)})"
-    if isinstance(error, HydraException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
+    if isinstance(error, HydraException) and isinstance(
+        cause, ConfigAttributeError | ConfigKeyError
+    ):
         override = str(error).partition("use +")[2] or cause.full_key
-        names = [str(name) for name in cause.parent_node or ()] if isinstance(cause.parent_node, DictConfig) else []
+        names = (
+            [str(name) for name in cause.parent_node or ()]
+            if isinstance(cause.parent_node, DictConfig)
+            else []
+        )
         paths = []
-        if cause.full_key == cause.key:  # at the top, add the groups: those that are null by default are no keys
+        # at the top, add the groups: those that are null by default are no keys
+        if cause.full_key == cause.key:
             names += sorted(path.name for path in CONF.iterdir() if path.is_dir())
             paths = _paths(OmegaConf.to_container(cause.parent_node), str(cause.key))
         paths = paths or SYNONYMS.get(str(cause.key), "").split()
@@ -185,12 +216,18 @@ def _explain(error: Exception) -> str:
         nearest = did_you_mean(str(cause.key), names, prefix=section)
         hint = f" (did you mean {' or '.join(paths)}?)" if paths else nearest
         allowed = ", ".join(name for name in dict.fromkeys(names) if name != "hydra")
-        return f"{override}: no such key{hint}; allowed are {allowed or f'none; +{override} adds a new key'}"
+        return (
+            f"{override}: no such key{hint}; allowed are "
+            f"{allowed or f'none; +{override} adds a new key'}"
+        )
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {first_line(error)}"
-    if str(error).startswith("Config group override must be"):  # Hydra's message does not name the group
+    # Hydra's message does not name the group
+    if str(error).startswith("Config group override must be"):
         groups = [word for word in sys.argv[1:] if (CONF / word.partition("=")[0]).is_dir()]
-        invalid = [word for word in groups if re.search(r"=(.*,)?(null|true|false|[-+.\d]+)(,|$)", word)]
+        invalid = [
+            word for word in groups if re.search(r"=(.*,)?(null|true|false|[-+.\d]+)(,|$)", word)
+        ]
         return f"{' '.join(invalid)}: must be the name of a file in this group"
     lines = [line.strip() for line in str(error).splitlines()]
     if isinstance(error, HydraException) and cause is not None:
@@ -201,5 +238,7 @@ def _explain(error: Exception) -> str:
 def _paths(section: dict, key: str) -> list[str]:
     """The dotted paths at which a nested section has ``key``."""
     paths = [key] if key in section else []
-    nested = ((name, node) for name, node in section.items() if isinstance(node, dict) and name != "hydra")
+    nested = (
+        (name, node) for name, node in section.items() if isinstance(node, dict) and name != "hydra"
+    )
     return paths + [f"{name}.{path}" for name, node in nested for path in _paths(node, key)]

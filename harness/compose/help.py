@@ -18,14 +18,18 @@ OPTIONS = """options:
 
 
 def help_text(command: str, group: str | None = None) -> str:
-    """Return the help of ``conf/<command>.yaml``, or of a ``group``. ValueError for another group."""
+    """Return the help of ``conf/<command>.yaml``, or of a ``group``. ValueError for another
+    group."""
     groups = dict(_groups(command))
     if group is not None:
         if group not in groups:
             raise ValueError(f"--help {group}: no such group; allowed are {', '.join(groups)}")
         default, _ = groups[group]
         path = CONF / group / f"{default or _choices(group)[0]}.yaml"
-        return f"{group}:\n{_choices_of(group, default)}\n\nkeys of {group}={path.stem}:\n\n{path.read_text()}"
+        return (
+            f"{group}:\n{_choices_of(group, default)}\n\nkeys of "
+            f"{group}={path.stem}:\n\n{path.read_text()}"
+        )
     about, examples = _header(command)
     parts = [about, "examples:\n" + "\n".join(f"  {line}" for line in examples)]
     parts += [f"keys of {name}:\n{_indented(body)}" for name, body in _bodies(command)]
@@ -38,7 +42,8 @@ def help_text(command: str, group: str | None = None) -> str:
 
 
 def _header(command: str) -> tuple[str, list[str]]:
-    """Return the first sentences of a configuration's comment, and the example commands below them."""
+    """Return the first sentences of a configuration's comment, and the example commands below
+    them."""
     lines = []
     for line in _read(command).splitlines():
         if not line.startswith("#"):

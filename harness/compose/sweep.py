@@ -1,5 +1,5 @@
-"""Sweeps with any launcher of Hydra. All jobs are launched, also finished ones: a finished job returns its recorded
-score, and a killed job resumes."""
+"""Sweeps with any launcher of Hydra. All jobs are launched, also finished ones: a finished job
+returns its recorded score, and a killed job resumes."""
 
 import hashlib
 import json
@@ -25,10 +25,12 @@ from harness.record.display import JOB
 
 
 class JobCallback(Callback):
-    """Hydra's callback in ``conf/command.yaml``. It prints the errors of jobs, and replaces Hydra's basic sweeper."""
+    """Hydra's callback in ``conf/command.yaml``. It prints the errors of jobs, and replaces
+    Hydra's basic sweeper."""
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: object) -> None:
-        """Print a job's error. A sweep continues with its other jobs; a command without a sweep exits."""
+        """Print a job's error. A sweep continues with its other jobs; a command without a sweep
+        exits."""
         if job_return.status != JobStatus.FAILED:
             return
         error, is_sweep = job_return._return_value, config.hydra.mode == RunMode.MULTIRUN
@@ -38,7 +40,8 @@ class JobCallback(Callback):
         job_return._return_value = to_job_failed(error)
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
-        """Run the sweep and exit, in place of Hydra's basic sweeper, which would stop at the first failed job."""
+        """Run the sweep and exit, in place of Hydra's basic sweeper, which would stop at the
+        first failed job."""
         if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
             return
         errors: list[Exception] = []
@@ -51,14 +54,20 @@ class JobCallback(Callback):
 
 
 def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
-    """Run the jobs of the command line with the configured launcher, and append their errors to ``errors``."""
+    """Run the jobs of the command line with the configured launcher, and append their errors to
+    ``errors``."""
     launcher_name = config.hydra.runtime.choices["hydra/launcher"]
     if "slurm" in launcher_name and shutil.which("srun") is None:
-        raise ValueError(f"hydra/launcher={launcher_name}: must be run on a cluster with Slurm; srun is not on PATH")
+        raise ValueError(
+            f"hydra/launcher={launcher_name}: must be run on a cluster with Slurm; srun is not on "
+            "PATH"
+        )
     loader = GlobalHydra.instance().config_loader()
     context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
     launcher = Plugins.instance().instantiate_launcher(context, cli.task, config)
-    params = OmegaConf.to_container(config.hydra.sweeper.params or OmegaConf.create({}), resolve=True)
+    params = OmegaConf.to_container(
+        config.hydra.sweeper.params or OmegaConf.create({}), resolve=True
+    )
     command_line = task_words(config.hydra)
     words = [*(f"{key}={grid}" for key, grid in params.items()), *command_line]
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(words)
@@ -67,7 +76,10 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
         loader.load_sweep_config(config, job)  # so that a mistake ends the sweep before a job runs
     digest = hashlib.sha256(json.dumps(sorted(command_line)).encode()).hexdigest()[:8]
     name = f"{config.hydra.runtime.choices.get('sweep') or 'sweep'}-{digest}"
-    paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(Path(__file__).resolve().parents[2]),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     one_by_one = launcher_name == "basic"
     template = f"job {{}} of {len(jobs)}: " if one_by_one else ""
     variables = {"PYTHONPATH": os.pathsep.join(paths), JOB: template}

@@ -29,21 +29,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.count.memory import state_bytes, tensors_of
 from harness.model import LanguageModel
 
-# Operations that create, copy or read tensors, and compute nothing. Views are recognised by torch's schema.
-ZERO_FLOPS = """arange empty empty_like empty_strided full full_like new_empty new_empty_strided new_full new_ones
-    new_zeros ones ones_like scalar_tensor zeros zeros_like _local_scalar_dense _to_copy _unsafe_view cat clone
-    constant_pad_nd copy fill flip repeat stack zero embedding gather index index_select masked_select
-    _sparse_coo_tensor_with_dims_and_tensors is_coalesced"""
+# Operations that create, copy or read tensors, and compute nothing. Views are recognised by torch's
+# schema.
+ZERO_FLOPS = """arange empty empty_like empty_strided full full_like new_empty new_empty_strided
+    new_full new_ones new_zeros ones ones_like scalar_tensor zeros zeros_like _local_scalar_dense
+    _to_copy _unsafe_view cat clone constant_pad_nd copy fill flip repeat stack zero embedding
+    gather index index_select masked_select _sparse_coo_tensor_with_dims_and_tensors
+    is_coalesced"""
 ZERO_FLOPS = frozenset(ZERO_FLOPS.split())
 Arguments = dict[str, object]
-"""Arguments of an operation by their names in its schema; an argument with its default may be missing."""
+"""Arguments of an operation by their names in its schema; an argument with its default may be
+missing."""
 
 
 class Flops(NamedTuple):
-    """FLOPs of a call. An in-place operation counts under the name of its out-of-place form: ``add_`` under ``add``."""
+    """FLOPs of a call. An in-place operation counts under the name of its out-of-place form:
+    ``add_`` under ``add``."""
 
     total: int  # of all operations that have a formula
-    unknown: dict[str, int]  # number of calls of each other operation that computes something, most frequent first
+    # number of calls of each other operation that computes something, most frequent first
+    unknown: dict[str, int]
 
 
 class ForwardFlops(NamedTuple):
@@ -56,13 +61,17 @@ class ForwardFlops(NamedTuple):
 
 
 def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops:
-    """Run ``call`` and count its FLOPs. It must not be compiled; ``gradients`` must be true if it has a backward pass.
-    ``flex_attention`` is supported in a forward pass only, and counts all pairs of queries and keys."""
+    """Run ``call`` and count its FLOPs. It must not be compiled; ``gradients`` must be true if it
+    has a backward pass. ``flex_attention`` is supported in a forward pass only, and counts all
+    pairs of queries and keys."""
     # flex_attention compiles itself, which fails under a dispatch mode.
     eager = torch.compiler.set_stance("force_eager")
     with torch.set_grad_enabled(gradients), eager, _Counter() as counter:
         call()
-    return Flops(counter.total, dict(sorted(counter.unknown.items(), key=lambda entry: (-entry[1], entry[0]))))
+    return Flops(
+        counter.total,
+        dict(sorted(counter.unknown.items(), key=lambda entry: (-entry[1], entry[0]))),
+    )
 
 
 def forward_flops_per_byte(
@@ -101,12 +110,15 @@ def forward_flops_per_byte(
         period = max((sublayer.period for _, sublayer in model.sublayers()), default=1)
         inputs = [tokens() for _ in range(-(-period // segment))]
         flops = count_flops(lambda: read(inputs, state))
-    return ForwardFlops(flops.total / (len(inputs) * segment), flops.unknown, state_bytes(state), unchanged == 2)
+    return ForwardFlops(
+        flops.total / (len(inputs) * segment), flops.unknown, state_bytes(state), unchanged == 2
+    )
 
 
 @contextmanager
 def _evaluation_mode(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Context in evaluation mode. Afterwards the modes of all modules and the random generators are restored."""
+    """Context in evaluation mode. Afterwards the modes of all modules and the random generators
+    are restored."""
     modes = {module: module.training for module in model.modules()}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -118,7 +130,8 @@ def _evaluation_mode(model: torch.nn.Module, device: torch.device) -> Iterator[N
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up the FLOPs of every operation that reaches a kernel. Composite operations are decomposed first."""
+    """Adds up the FLOPs of every operation that reaches a kernel. Composite operations are
+    decomposed first."""
 
     supports_higher_order_operators = True
 
@@ -130,7 +143,8 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.namespace in ("prim", "profiler"):  # operations that read a property, or mark a region of a profile
+        # operations that read a property, or mark a region of a profile
+        if func.namespace in ("prim", "profiler"):
             return func(*args, **kwargs)
         is_overload = isinstance(func, torch._ops.OpOverload)
         if is_overload:
@@ -139,13 +153,20 @@ class _Counter(TorchDispatchMode):
             if output is not NotImplemented:
                 return output
         output = func(*args, **kwargs)
-        # The name of aten.add_.Tensor is "add"; operations of other libraries keep the library's prefix.
-        name = func._schema.name.removeprefix("aten::").removesuffix("_") if is_overload else func.name()
+        # The name of aten.add_.Tensor is "add"; operations of other libraries keep the library's
+        # prefix.
+        name = (
+            func._schema.name.removeprefix("aten::").removesuffix("_")
+            if is_overload
+            else func.name()
+        )
         packet = getattr(func, "_overloadpacket", func)
         if packet not in self.torch_formulas and func.namespace == "aten":
             packet = getattr(torch.ops.aten, name, packet)  # of the out-of-place form
         # A product of two complex numbers has four real products.
-        factor = 4 if isinstance(output, Tensor) and output.is_complex() and "fft" not in name else 1
+        factor = (
+            4 if isinstance(output, Tensor) and output.is_complex() and "fft" not in name else 1
+        )
         if name in FORMULAS:
             names = [argument.name for argument in func._schema.arguments]
             self.total += factor * FORMULAS[name](dict(zip(names, args, strict=False)) | kwargs)
@@ -157,25 +178,28 @@ class _Counter(TorchDispatchMode):
 
 
 def _attention(a: Arguments, *, products: tuple[int, int] = (1, 1)) -> int:
-    """Scores and weighted values: 2 (K + K') for each pair of a query and a key, of width K, with values of width K'.
-    ``products`` has the numbers of matrix products over K and over K'."""
+    """Scores and weighted values: 2 (K + K') for each pair of a query and a key, of width K, with
+    values of width K'. ``products`` has the numbers of matrix products over K and over K'."""
     streams, heads, queries, width = a["query"].shape
     keys = a["key"].shape[2]
     pairs = queries * keys
     if a.get("is_causal"):
-        triangle = min(queries, keys)  # the first queries, of which query t sees t + 1 keys; later ones see all keys
+        # the first queries, of which query t sees t + 1 keys; later ones see all keys
+        triangle = min(queries, keys)
         pairs = triangle * (triangle + 1) // 2 + (queries - triangle) * keys
     return 2 * streams * heads * pairs * (products[0] * width + products[1] * a["value"].shape[3])
 
 
 def _embedding_bag(a: Arguments) -> int:
-    """For each row that is read or updated, D multiply-adds if rows have weights, else D additions."""
+    """For each row that is read or updated, D multiply-adds if rows have weights, else D
+    additions."""
     table = a["grad"] if "grad" in a else a["weight"]
     return (1 if a.get("per_sample_weights") is None else 2) * a["indices"].numel() * table.shape[1]
 
 
 def _elements(a: Arguments) -> tuple[int, int]:
-    """The number of elements of the argument ``self``, 0 if they are integers, and its size along ``dim``."""
+    """The number of elements of the argument ``self``, 0 if they are integers, and its size
+    along ``dim``."""
     tensor = a["self"]
     if not tensor.is_floating_point():
         return 0, 1
@@ -183,18 +207,21 @@ def _elements(a: Arguments) -> tuple[int, int]:
 
 
 def _solve_triangular(a: Arguments) -> int:
-    """Substitution in n rows: n - 1 FLOPs per element of B on average, and a division unless ``unitriangular``."""
+    """Substitution in n rows: n - 1 FLOPs per element of B on average, and a division unless
+    ``unitriangular``."""
     return a["B"].numel() * (a["self"].shape[-1] - bool(a.get("unitriangular")))
 
 
 def _sort(a: Arguments) -> int:
-    """A comparison sort: n log2 n comparisons along a dimension of size n, with the logarithm rounded up."""
+    """A comparison sort: n log2 n comparisons along a dimension of size n, with the logarithm
+    rounded up."""
     n_elements, size = _elements(a)
     return n_elements * (size - 1).bit_length()
 
 
 def _scan(a: Arguments) -> int:
-    """A running sum, product, minimum or maximum: one operation for each element but the first along the dimension."""
+    """A running sum, product, minimum or maximum: one operation for each element but the first
+    along the dimension."""
     n_elements, size = _elements(a)
     return n_elements - n_elements // size if n_elements else 0
 
@@ -247,13 +274,26 @@ def _lstm(a: Arguments) -> int:
 
 
 PROJECTIONS = ("qkv_weight", "proj_weight")
-ATTENTIONS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+ATTENTIONS = (
+    "flash_attention",
+    "efficient_attention",
+    "cudnn_attention",
+    "flash_attention_for_cpu",
+)
 FORMULAS: dict[str, Callable[[Arguments], int]] = {
     **{f"_scaled_dot_product_{kind}": _attention for kind in ATTENTIONS},
-    # Five products, 2 (3K + 2K') per pair: the scores again, and the gradients of weights, values, queries and keys.
-    **{f"_scaled_dot_product_{kind}_backward": partial(_attention, products=(3, 2)) for kind in ATTENTIONS},
-    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward"), _embedding_bag),
-    "_embedding_bag_per_sample_weights_backward": lambda a: 2 * a["indices"].numel() * a["weight"].shape[1],
+    # Five products, 2 (3K + 2K') per pair: the scores again, and the gradients of weights, values,
+    # queries and keys.
+    **{
+        f"_scaled_dot_product_{kind}_backward": partial(_attention, products=(3, 2))
+        for kind in ATTENTIONS
+    },
+    **dict.fromkeys(
+        ("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward"), _embedding_bag
+    ),
+    "_embedding_bag_per_sample_weights_backward": lambda a: (
+        2 * a["indices"].numel() * a["weight"].shape[1]
+    ),
     # Gradients of indexing: one addition for each element.
     "embedding_dense_backward": lambda a: a["grad_output"].numel(),
     "index_add": lambda a: a["source"].numel(),
@@ -277,7 +317,9 @@ FORMULAS: dict[str, Callable[[Arguments], int]] = {
     "_linalg_solve_ex": partial(_factorisation, cubes=2 / 3, right=2),
     # torch's fused layers
     "_native_multi_head_attention": partial(_layer_products, PROJECTIONS),
-    "_transformer_encoder_layer_fwd": partial(_layer_products, (*PROJECTIONS, "ffn_weight_1", "ffn_weight_2")),
+    "_transformer_encoder_layer_fwd": partial(
+        _layer_products, (*PROJECTIONS, "ffn_weight_1", "ffn_weight_2")
+    ),
     "mkldnn_rnn_layer": _lstm,
     "mkldnn_rnn_layer_backward": lambda a: 2 * _lstm(a),
     "linalg_solve_triangular": _solve_triangular,

@@ -1,6 +1,6 @@
-"""Compare the ideal FLOPs that sublayers declare with the executed ones. The ideal FLOPs of the model must be at most
-the executed ones. Those of each sublayer must be at least half of the executed ones, unless it declares the limit
-``ideal_flops``."""
+"""Compare the ideal FLOPs that sublayers declare with the executed ones. The ideal FLOPs of the
+model must be at most the executed ones. Those of each sublayer must be at least half of the
+executed ones, unless it declares the limit ``ideal_flops``."""
 
 from collections import deque
 from collections.abc import Generator
@@ -23,12 +23,14 @@ def compare_ideal(
 ) -> Generator[str, None, str]:
     """Yield a line for each broken requirement, and return a line that describes the comparison.
     FLOPs are counted in evaluation mode after a full past, on segments of ``segment`` bytes, by
-    default twice ``span``. ``text`` is that of ``forward_flops_per_byte``. A kernel multiplies whole
-    vectors, which a short block of keys hardly fills, so the lower bound is half of what it or plain
-    PyTorch executes, whichever is less."""
+    default twice ``span``. ``text`` is that of ``forward_flops_per_byte``. A kernel multiplies
+    whole vectors, which a short block of keys hardly fills, so the lower bound is half of what it
+    or plain PyTorch executes, whichever is less."""
     segment, sublayers = segment or 2 * span, dict(model.eval().sublayers())
-    n_segments = -(-max((s.period for s in sublayers.values()), default=1) // segment)  # in the longest period
-    calls = {name: deque(maxlen=n_segments) for name in sublayers}  # of the counted segments, which are the last ones
+    # in the longest period
+    n_segments = -(-max((s.period for s in sublayers.values()), default=1) // segment)
+    # of the counted segments, which are the last ones
+    calls = {name: deque(maxlen=n_segments) for name in sublayers}
 
     def record_call(name: str, module: Sublayer, args: tuple, keywords: dict) -> None:
         calls[name].append(partial(module, *args, **keywords))
@@ -38,11 +40,16 @@ def compare_ideal(
 
     with ExitStack() as hooks:
         for name, sublayer in sublayers.items():
-            hooks.enter_context(sublayer.register_forward_pre_hook(partial(record_call, name), with_kwargs=True))
+            hooks.enter_context(
+                sublayer.register_forward_pre_hook(partial(record_call, name), with_kwargs=True)
+            )
         counted = forward_flops_per_byte(model, segment=segment, max_bytes=16 * span, text=text)
         executed = counted.per_byte
     ideal = model.ideal_flops()
-    comparison = [f"eval, {segment} bytes after a full past: {ideal:,} ideal, {executed:,.0f} executed per byte"]
+    comparison = [
+        f"eval, {segment} bytes after a full past: {ideal:,} ideal, {executed:,.0f} executed per "
+        "byte"
+    ]
     if ideal > executed:
         yield comparison[0]
     for name, sublayer in sublayers.items():
@@ -53,12 +60,19 @@ def compare_ideal(
         ratio = sublayer.ideal_flops() / sublayer_flops if sublayer_flops else 1.0
         line = f"{name}: ideal is {ratio:.2g} of {sublayer_flops:,.0f} executed per byte"
         if ratio < MIN_RATIO and LIMIT not in sublayer.limits:
-            yield f"{line}; must be at least {MIN_RATIO}, or the sublayer must declare the limit {LIMIT}"
+            yield (
+                f"{line}; must be at least {MIN_RATIO}, or the sublayer must declare the limit "
+                f"{LIMIT}"
+            )
         elif ratio < MIN_RATIO:
             comparison.append(line)
         needed = sublayer.needed_flops(sublayer.period, carried=max(segment, 2 * span))
-        if needed and (needed.forward < sublayer.ideal_flops() - 1 or needed.backward < needed.forward):
-            yield f"{name}: {needed}; must be at least the ideal FLOPs forward, and no less backward"
+        if needed and (
+            needed.forward < sublayer.ideal_flops() - 1 or needed.backward < needed.forward
+        ):
+            yield (
+                f"{name}: {needed}; must be at least the ideal FLOPs forward, and no less backward"
+            )
     return "; ".join(comparison)
 
 

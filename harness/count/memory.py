@@ -1,7 +1,8 @@
-"""Memory: bytes of tensors, and the peak of memory in use. On a GPU the peak is that of torch's tensors. The peak of
-the allocator's reserved memory is measured too, because it decides whether memory runs out. On a CPU the peak is the
-high-water mark of the process's resident memory above a baseline. It is approximate, because it includes freed blocks
-of the allocator, libraries that are loaded late, and pages of memory-mapped files."""
+"""Memory: bytes of tensors, and the peak of memory in use. On a GPU the peak is that of torch's
+tensors. The peak of the allocator's reserved memory is measured too, because it decides whether
+memory runs out. On a CPU the peak is the high-water mark of the process's resident memory above a
+baseline. It is approximate, because it includes freed blocks of the allocator, libraries that
+are loaded late, and pages of memory-mapped files."""
 
 import ctypes
 import re
@@ -27,10 +28,12 @@ def tensors_of(tree: object) -> list[Tensor]:
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all tensors, each counted once. Those of a sparse tensor are the bytes of its indices and values."""
+    """Bytes of all tensors, each counted once. Those of a sparse tensor are the bytes of its
+    indices and values."""
     total = 0
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        if tensor.layout == torch.sparse_coo:  # the public methods indices() and values() require a coalesced tensor
+        # the public methods indices() and values() require a coalesced tensor
+        if tensor.layout == torch.sparse_coo:
             total += tensor._indices().nbytes + tensor._values().nbytes
         else:
             total += tensor.nbytes
@@ -38,7 +41,8 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def state_bytes(state: State) -> int:
-    """Bytes of a carried state per stream. Of a view, only its elements count, not the storage that it keeps alive."""
+    """Bytes of a carried state per stream. Of a view, only its elements count, not the storage
+    that it keeps alive."""
     return sum(tensor_bytes([tensor]) // len(tensor) for tensor in tensors_of(state))
 
 
@@ -49,15 +53,19 @@ def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
 
 def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Bytes of all tensors in the optimizers' states, which exist after the first step."""
-    return tensor_bytes(tensor for optimizer in optimizers for tensor in tensors_of(dict(optimizer.state)))
+    return tensor_bytes(
+        tensor for optimizer in optimizers for tensor in tensors_of(dict(optimizer.state))
+    )
 
 
 class Peak(NamedTuple):
     """Most bytes in use at one time."""
 
     bytes: int | None  # None if nothing was measured
-    approximate: bool  # whether the memory of the process was measured, instead of that of torch's tensors
-    reserved_bytes: int | None = None  # peak of what the GPU's allocator reserved, also in evaluations; None on a CPU
+    # whether the memory of the process was measured, instead of that of torch's tensors
+    approximate: bool
+    # peak of what the GPU's allocator reserved, also in evaluations; None on a CPU
+    reserved_bytes: int | None = None
 
     def maximum(self, new: "Peak") -> "Peak":
         """The maximum of both peaks, in each figure; ``approximate`` is that of ``new``."""
@@ -69,9 +77,10 @@ class Peak(NamedTuple):
 
 
 class PeakMemory:
-    """The peak of memory in use since the last ``reset``. On a CPU the baseline is measured when this object is made,
-    which must be before the model is made. ``reset`` should be called after warm-up, because the first steps allocate
-    and compile more. On a CPU it has an effect on Linux only."""
+    """The peak of memory in use since the last ``reset``. On a CPU the baseline is measured when
+    this object is made, which must be before the model is made. ``reset`` should be called after
+    warm-up, because the first steps allocate and compile more. On a CPU it has an effect on
+    Linux only."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -82,23 +91,33 @@ class PeakMemory:
         if self.device.type != "cpu":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
-        # Return freed blocks to the system first. Later allocations would reuse them, and not raise the mark.
+        # Return freed blocks to the system first. Later allocations would reuse them, and not raise
+        # the mark.
         getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
         with suppress(OSError):  # the file exists on Linux only
-            CLEAR_REFS.write_text("5")  # proc_pid_clear_refs(5): 5 resets the high-water mark and nothing else
+            # proc_pid_clear_refs(5): 5 resets the high-water mark and nothing else
+            CLEAR_REFS.write_text("5")
 
     def read(self) -> Peak:
         if self.device.type == "cpu":
             return Peak(max(0, high_water_bytes() - self._baseline_bytes), approximate=True)
         statistics = torch.cuda.memory_stats(self.device)
-        allocated, reserved = (statistics[f"{name}_bytes.all.peak"] for name in ("allocated", "reserved"))
+        allocated, reserved = (
+            statistics[f"{name}_bytes.all.peak"] for name in ("allocated", "reserved")
+        )
         return Peak(allocated, approximate=False, reserved_bytes=reserved)
 
 
 def high_water_bytes() -> int:
-    """Peak resident memory of this process since its start, or since its high-water mark was reset."""
-    mark = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE) if STATUS.exists() else None
+    """Peak resident memory of this process since its start, or since its high-water mark was
+    reset."""
+    mark = (
+        re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
+        if STATUS.exists()
+        else None
+    )
     if mark:
         return int(mark[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, other systems KiB
+    # macOS counts bytes, other systems KiB
+    return peak if sys.platform == "darwin" else peak * 1024

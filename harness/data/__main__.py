@@ -7,7 +7,8 @@ from harness.data.sources import PUBLISHED, fetch
 
 
 def main(arguments: list[str]) -> int:
-    """Download the named corpus, by default enwik8. Returns 0 if it is in the cache and verified, else 2."""
+    """Download the named corpus, by default enwik8. Returns 0 if it is in the cache and
+    verified, else 2."""
     name = [*arguments, "enwik8"][0]
     try:
         if name not in PUBLISHED:
@@ -16,7 +17,10 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{fetch(PUBLISHED[name].part_of or name)}\n{corpus.n_bytes:,} bytes, sha256 {corpus.sha256}")
+    print(
+        f"{fetch(PUBLISHED[name].part_of or name)}\n{corpus.n_bytes:,} bytes, sha256 "
+        f"{corpus.sha256}"
+    )
     return 0
 
 

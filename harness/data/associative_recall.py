@@ -45,8 +45,9 @@ def associative_recall(
 
 
 def answers(part: np.ndarray, *, sequence: int) -> dict[str, np.ndarray]:
-    """Which bytes of whole sequences, uint8 ``[n]``, are the digits of queries: bool ``[n]``. ``first``
-    has those of the first query of a key in its sequence; a later one can copy an earlier answer."""
+    """Which bytes of whole sequences, uint8 ``[n]``, are the digits of queries: bool ``[n]``.
+    ``first`` has those of the first query of a key in its sequence; a later one can copy an
+    earlier answer."""
     keys = sequence // BYTES_PER_KEY
     queries = part.reshape(-1, sequence // 2, 2)[:, keys:, 0]
     n_queries = queries.shape[1]

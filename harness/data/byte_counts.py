@@ -1,10 +1,12 @@
-"""Baselines for bits per byte: compressors, and predictions by the counts of byte sequences in the train split.
+"""Baselines for bits per byte: compressors, and predictions by the counts of byte sequences in the
+train split.
 
     p_k(b | c) = (n(c b) + d(c) p_{k-1}(b | c')) / (n(c) + d(c))        Witten and Bell, 1991
 
-n(x) is the count of the sequence x in train, and d(c) the number of different bytes that follow the context c of k
-bytes. c' is c without its oldest byte, and p_{-1} = 1/256. If c does not occur in train, or begins before the split,
-p_k is p_{k-1}. The counts do not change while a split is scored."""
+n(x) is the count of the sequence x in train, and d(c) the number of different bytes that follow the
+context c of k bytes. c' is c without its oldest byte, and p_{-1} = 1/256. If c does not occur in
+train, or begins before the split, p_k is p_{k-1}. The counts do not change while a split is
+scored."""
 
 import bz2
 import gzip
@@ -23,8 +25,9 @@ MAX_TRAIN_BYTES = 2**24  # a longer train split is not counted, because that tak
 
 
 def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
-    """Bits per byte of a split under ``gzip -9``, ``bzip2 -9`` and ``xz -9e``, and by counts of ``train``. They are
-    stored in the user's cache, because computing them for 5 MB takes seconds."""
+    """Bits per byte of a split under ``gzip -9``, ``bzip2 -9`` and ``xz -9e``, and by counts of
+    ``train``. They are stored in the user's cache, because computing them for 5 MB takes
+    seconds."""
     content = split.numpy().tobytes()
     name = f"{digest(content)}-{digest(train.numpy())}.json"
     with suppress(OSError, ValueError):
@@ -39,8 +42,8 @@ def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
 
 
 def order_bits(train: np.ndarray, content: np.ndarray) -> dict[str, float]:
-    """Bits per byte of ``content`` for each of ``ORDERS``, as ``{"order-2": 3.2}``; empty if ``train`` is too short or
-    too long. Both arrays are uint8 ``[n]``."""
+    """Bits per byte of ``content`` for each of ``ORDERS``, as ``{"order-2": 3.2}``; empty if
+    ``train`` is too short or too long. Both arrays are uint8 ``[n]``."""
     if not max(ORDERS) < len(train) <= MAX_TRAIN_BYTES:
         return {}
     probability, bits = np.full(len(content), 1 / 256), {}
@@ -53,7 +56,9 @@ def order_bits(train: np.ndarray, content: np.ndarray) -> dict[str, float]:
         n_context = look_up(scored_contexts, contexts, context_counts)
         n_followers = look_up(scored_contexts, contexts, followers)
         lower = probability[order:]
-        mixed = (look_up(scored, keys, counts) + n_followers * lower) / np.maximum(n_context + n_followers, 1)
+        mixed = (look_up(scored, keys, counts) + n_followers * lower) / np.maximum(
+            n_context + n_followers, 1
+        )
         probability[order:] = np.where(n_context, mixed, lower)
         if order in ORDERS:
             bits[f"order-{order}"] = float(-np.log2(probability).mean())
@@ -61,7 +66,8 @@ def order_bits(train: np.ndarray, content: np.ndarray) -> dict[str, float]:
 
 
 def grams(content: np.ndarray, length: int) -> np.ndarray:
-    """Every sequence of ``length`` (at most 8) bytes as one big-endian integer: uint64 ``[n - length + 1]``."""
+    """Every sequence of ``length`` (at most 8) bytes as one big-endian integer: uint64 ``[n -
+    length + 1]``."""
     n_grams = max(0, len(content) - length + 1)
     grams = np.zeros(n_grams, np.uint64)
     for offset in range(length):

@@ -1,5 +1,5 @@
-"""Corpora: the bytes that a run reads, cut in order into train, valid and test. The name, length and SHA-256 of a
-corpus describe the bytes that were read, also where a fallback corpus was read."""
+"""Corpora: the bytes that a run reads, cut in order into train, valid and test. The name, length
+and SHA-256 of a corpus describe the bytes that were read, also where a fallback corpus was read."""
 
 import sys
 from collections.abc import Sequence
@@ -40,23 +40,30 @@ class Corpus:
     name: str  # the corpus's name, or ``file:`` and the last part of a path
     sha256: str  # of the whole corpus, before newlines are dropped or a vocabulary is applied
     n_bytes: int  # length of the bytes that ``sha256`` covers
-    splits: dict[str, Tensor]  # token ids of train, valid and test, uint8 ``[n]`` each, in memory or memory-mapped
+    # token ids of train, valid and test, uint8 ``[n]`` each, in memory or memory-mapped
+    splits: dict[str, Tensor]
     vocabulary: int  # V; all token ids are below it
-    symbols: bytes  # the byte of each token id; fewer than V if the corpus has fewer different bytes
+    # the byte of each token id; fewer than V if the corpus has fewer different bytes
+    symbols: bytes
     generated: GeneratedCorpus
     options: dict  # keyword arguments of its functions ``floor_bits`` and ``answers``
     sequence: int | None = None  # T, if every T bytes are an independent sequence; all are targets
-    fallback_for: str | None = None  # the name of the configured corpus, if this one was read instead of it
+    # the name of the configured corpus, if this one was read instead of it
+    fallback_for: str | None = None
 
-    def scored_part(self, split: str, *, selection_bytes: int | None, limit: int | None = None) -> Tensor:
-        """The bytes of a split that are scored for a report: the first ``limit`` or all, without ``selection_part``."""
+    def scored_part(
+        self, split: str, *, selection_bytes: int | None, limit: int | None = None
+    ) -> Tensor:
+        """The bytes of a split that are scored for a report: the first ``limit`` or all, without
+        ``selection_part``."""
         tokens = self.splits[split]
         if split == "valid":
             tokens = tokens[: len(tokens) - len(self.selection_part(selection_bytes))]
         return tokens[:limit] if limit is None else tokens[: self._whole(limit)]
 
     def selection_part(self, selection_bytes: int | None) -> Tensor:
-        """The last ``selection_bytes`` of valid, at most half of it (None: half), which select the best weights."""
+        """The last ``selection_bytes`` of valid, at most half of it (None: half), which select
+        the best weights."""
         valid = self.splits["valid"]
         half = len(valid) // 2
         n_bytes = half if selection_bytes is None else min(selection_bytes, half)
@@ -75,14 +82,16 @@ class Corpus:
         return {label: torch.from_numpy(mask[first_target:]) for label, mask in answers.items()}
 
     def repeat_masks(self, part: Tensor) -> dict[str, Tensor]:
-        """``harness.data.repeats.repeat_masks`` of a part's targets; none for a corpus that has ``answers``."""
+        """``harness.data.repeats.repeat_masks`` of a part's targets; none for a corpus that has
+        ``answers``."""
         if self.generated.answers:
             return {}
         masks = repeat_masks(part.numpy(), train=self.splits["train"].numpy())
         return {label: torch.from_numpy(mask) for label, mask in masks.items()}
 
     def floor_bits(self, part: Tensor) -> float | None:
-        """The lowest expected bits per byte of a causal model on the targets of a part; None if unknown."""
+        """The lowest expected bits per byte of a causal model on the targets of a part; None if
+        unknown."""
         floor = self.generated.floor_bits
         return floor(self._bytes(part), **self.options) if floor else None
 
@@ -91,7 +100,8 @@ class Corpus:
         return np.frombuffer(self.symbols, np.uint8)[part.numpy()]
 
     def provenance(self) -> dict[str, str | int]:
-        """The ``data`` of a row: name, length and digest of the corpus, and the corpus that it stands in for."""
+        """The ``data`` of a row: name, length and digest of the corpus, and the corpus that it
+        stands in for."""
         provenance = {"name": self.name, "bytes": self.n_bytes, "sha256": self.sha256}
         if self.fallback_for:
             provenance["fallback_for"] = self.fallback_for
@@ -113,15 +123,21 @@ def load(
     sequence: int | None = None,
     seed: int | None = None,
 ) -> Corpus:
-    """Read a corpus by the keys of ``conf/data/*.yaml``; ValueError names the key, its value and what is allowed."""
+    """Read a corpus by the keys of ``conf/data/*.yaml``; ValueError names the key, its value and
+    what is allowed."""
     if name not in NAMES:
         raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
     if path is not None and name not in (*PUBLISHED, "file"):
-        raise ValueError(f"data.path={path!r}: only allowed with data={', '.join(PUBLISHED)} or file, not {name}")
+        raise ValueError(
+            f"data.path={path!r}: only allowed with data={', '.join(PUBLISHED)} or file, not {name}"
+        )
     if name == "file" and not path:
         raise ValueError(f"data.path={path!r}: data=file requires data.path=FILE, a file or folder")
     if fallback not in (None, "stdlib") or (fallback and name not in PUBLISHED):
-        raise ValueError(f"data.fallback={fallback!r}: allowed are null, and stdlib with data={', '.join(PUBLISHED)}")
+        raise ValueError(
+            f"data.fallback={fallback!r}: allowed are null, and stdlib with "
+            f"data={', '.join(PUBLISHED)}"
+        )
     if not 1 <= vocabulary <= 256:
         raise ValueError(f"data.vocabulary={vocabulary!r}: allowed is an integer from 1 to 256")
     options = {"bytes": bytes, "distances": distances, "sequence": sequence, "seed": seed}
@@ -139,22 +155,31 @@ def load(
     content, name, error = _read(name, path, fallback, options)
     if first_bytes is not None:
         if first_bytes > len(content):
-            raise ValueError(f"data.first_bytes={first_bytes}: allowed are at most the {len(content)} bytes of {name}")
+            raise ValueError(
+                f"data.first_bytes={first_bytes}: allowed are at most the {len(content)} bytes of "
+                f"{name}"
+            )
         content, name = content[:first_bytes], f"{name}, first {first_bytes:,} bytes"
     content_sha256 = digest(content)
-    name = next((published for published, corpus in PUBLISHED.items() if corpus.sha256 == content_sha256), name)
+    name = next(
+        (published for published, corpus in PUBLISHED.items() if corpus.sha256 == content_sha256),
+        name,
+    )
     if error:
         print(
-            f"data: {configured_name.upper()} CANNOT BE DOWNLOADED ({error}). READING {name.upper()} INSTEAD: "
-            f"{len(content):,} bytes, sha256 {content_sha256}; bits per byte are not comparable with those of "
-            f"{configured_name}. To download {configured_name}, run python -m harness.data {configured_name}; to read "
-            "a copy, set data.path=FILE; to get an error instead of this corpus, set data.fallback=null.",
+            f"data: {configured_name.upper()} CANNOT BE DOWNLOADED ({error}). READING "
+            f"{name.upper()} INSTEAD: {len(content):,} bytes, sha256 {content_sha256}; bits per "
+            f"byte are not comparable with those of {configured_name}. To download "
+            f"{configured_name}, run python -m harness.data {configured_name}; to read a copy, "
+            "set data.path=FILE; to get an error instead of this corpus, set data.fallback=null.",
             file=sys.stderr,
         )
     if sha256 and sha256.lower() != content_sha256:
         raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {content_sha256}")
     parts = _cut(content, split, sequence=sequence or 1)
-    parts, symbols = _to_token_ids(content, parts, vocabulary=vocabulary, drop_newlines=drop_newlines)
+    parts, symbols = _to_token_ids(
+        content, parts, vocabulary=vocabulary, drop_newlines=drop_newlines
+    )
     return Corpus(
         name=name,
         sha256=content_sha256,
@@ -181,8 +206,11 @@ def _check_sequence(sequence: int, *, vocabulary: int, lengths: dict[str, int]) 
             raise ValueError(f"data.{key}={length}: {allowed}")
 
 
-def _read(name: str, path: str | None, fallback: str | None, options: dict) -> tuple[np.ndarray, str, OSError | None]:
-    """The bytes, the corpus's name, and if ``fallback`` was read, the error that made it necessary."""
+def _read(
+    name: str, path: str | None, fallback: str | None, options: dict
+) -> tuple[np.ndarray, str, OSError | None]:
+    """The bytes, the corpus's name, and if ``fallback`` was read, the error that made it
+    necessary."""
     if name in GENERATED:
         length = [options.pop("bytes")] if "bytes" in options else []
         return GENERATED[name].stream(*length, **options), name, None
@@ -199,8 +227,9 @@ def _read(name: str, path: str | None, fallback: str | None, options: dict) -> t
         if fallback:
             return read_stdlib(), fallback, error
         raise ValueError(
-            f"data={name}: cannot be downloaded ({error}); set data.path=FILE to read a copy, run python -m "
-            f"harness.data {name} where there is a network, or, in a single run, set data.fallback=stdlib"
+            f"data={name}: cannot be downloaded ({error}); set data.path=FILE to read a copy, run "
+            f"python -m harness.data {name} where there is a network, or, in a single run, set "
+            "data.fallback=stdlib"
         ) from error
 
 
@@ -209,13 +238,16 @@ def _cut(content: np.ndarray, split: Sequence[float], *, sequence: int) -> list[
     one byte or more."""
     shares = [share for share in split if isinstance(share, float) and 0 < share < 1]
     if not len(shares) == len(split) == len(SPLITS) or abs(sum(shares) - 1) > 1e-9:
-        raise ValueError(f"data.split={split!r}: must be fractions above 0 for {', '.join(SPLITS)}, with a sum of 1")
+        raise ValueError(
+            f"data.split={split!r}: must be fractions above 0 for {', '.join(SPLITS)}, with a sum "
+            "of 1"
+        )
     valid, test = (sequence * round(len(content) // sequence * share) for share in shares[1:])
     train = len(content) - valid - test
     if min(train, valid, test) < 2 * sequence:
         raise ValueError(
-            f"data.split={shares}: cuts {len(content):,} bytes into {train}, {valid} and {test}, but each split needs "
-            f"at least {2 * sequence}; use a longer corpus"
+            f"data.split={shares}: cuts {len(content):,} bytes into {train}, {valid} and {test}, "
+            f"but each split needs at least {2 * sequence}; use a longer corpus"
         )
     return np.split(content, [train, train + valid])
 
@@ -223,8 +255,9 @@ def _cut(content: np.ndarray, split: Sequence[float], *, sequence: int) -> list[
 def _to_token_ids(
     content: np.ndarray, parts: list[np.ndarray], *, vocabulary: int, drop_newlines: bool
 ) -> tuple[list[Tensor], bytes]:
-    """The parts as token ids, and the byte of each token id. With a vocabulary of 256, a token id is the byte itself;
-    with a smaller one, token ids number the different bytes of the corpus in order."""
+    """The parts as token ids, and the byte of each token id. With a vocabulary of 256, a token id
+    is the byte itself; with a smaller one, token ids number the different bytes of the corpus in
+    order."""
     symbols, dropped = bytes(range(256)), b"\n" if drop_newlines else b""
     if vocabulary < 256:
         symbols = bytes(byte for byte in np.unique(content).tolist() if byte not in dropped)
@@ -241,5 +274,7 @@ def _to_token_ids(
     # bytearray.translate needs no index tensor, which would take 8 bytes for each byte.
     translated = [bytearray(part).translate(token_ids, dropped) for part in parts]
     if min(map(len, translated)) < 2:
-        raise ValueError("data.drop_newlines=true: leaves a split with fewer than 2 bytes; use a longer corpus")
+        raise ValueError(
+            "data.drop_newlines=true: leaves a split with fewer than 2 bytes; use a longer corpus"
+        )
     return [torch.frombuffer(part, dtype=torch.uint8) for part in translated], symbols

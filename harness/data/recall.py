@@ -1,15 +1,18 @@
-"""`recall`: a generated stream that copies letters from J fixed distances, so that the best possible score is known.
+"""`recall`: a generated stream that copies letters from J fixed distances, so that the best
+possible score is known.
 
-Case alternates. An even position has a random capital of A..P with index r. The odd position after it has, in lower
-case, the letter ``distances[r mod J]`` positions before itself, or a random letter if the stream has no such position.
+Case alternates. An even position has a random capital of A..P with index r. The odd position after
+it has, in lower case, the letter ``distances[r mod J]`` positions before itself, or a random letter
+if the stream has no such position.
 
     x[2k] = capital(r[2k])        x[2k + 1] = lower(index of x[2k + 1 - distances[r[2k] mod J]])
 
-A capital costs log2(16) = 4 bits. A lower-case letter costs 0 bits for a model that reaches the largest distance, and 4
-bits for a model without memory: 2 bits per byte against 4. The floor counts only the capitals, so that it holds for
-every part of the stream. A causal predictor's total is k bits below the floor's with a probability of at most 2^-k: 40
-bits below means that the model sees its targets. The default distances differ by less than one ramp (32 keys) of a soft
-mask, so that a learned span gets a gradient towards the next distance."""
+A capital costs log2(16) = 4 bits. A lower-case letter costs 0 bits for a model that reaches the
+largest distance, and 4 bits for a model without memory: 2 bits per byte against 4. The floor counts
+only the capitals, so that it holds for every part of the stream. A causal predictor's total is k
+bits below the floor's with a probability of at most 2^-k: 40 bits below means that the model sees
+its targets. The default distances differ by less than one ramp (32 keys) of a soft mask, so that
+a learned span gets a gradient towards the next distance."""
 
 from collections.abc import Sequence
 
@@ -22,11 +25,18 @@ CAPITAL_A, LOWER_A = ord("A"), ord("a")
 DISTANCES = (23, 47, 71, 95)
 
 
-def recall_stream(n_bytes: int = 1_000_000, *, distances: Sequence[int] = DISTANCES, seed: int = 0) -> np.ndarray:
-    """The first ``n_bytes`` bytes of the stream: uint8 ``[n_bytes]``. ValueError unless ``distances`` has 1 to 16
-    integers from 1 to ``n_bytes - 1``."""
-    if not 1 <= len(distances) <= LETTERS or any(type(d) is not int or not 1 <= d < n_bytes for d in distances):
-        raise ValueError(f"data.distances={distances!r}: allowed are 1 to {LETTERS} integers from 1 to {n_bytes - 1}")
+def recall_stream(
+    n_bytes: int = 1_000_000, *, distances: Sequence[int] = DISTANCES, seed: int = 0
+) -> np.ndarray:
+    """The first ``n_bytes`` bytes of the stream: uint8 ``[n_bytes]``. ValueError unless
+    ``distances`` has 1 to 16 integers from 1 to ``n_bytes - 1``."""
+    if not 1 <= len(distances) <= LETTERS or any(
+        type(d) is not int or not 1 <= d < n_bytes for d in distances
+    ):
+        raise ValueError(
+            f"data.distances={distances!r}: allowed are 1 to {LETTERS} integers from 1 to "
+            f"{n_bytes - 1}"
+        )
     position = np.arange(n_bytes)
     random_letter = draw(seed, n_bytes, LETTERS)
     odd = position[1::2]
@@ -39,8 +49,9 @@ def recall_stream(n_bytes: int = 1_000_000, *, distances: Sequence[int] = DISTAN
 
 
 def copies(part: np.ndarray, *, distances: Sequence[int] = DISTANCES) -> dict[str, np.ndarray]:
-    """For each distance, which bytes of a part of the stream, uint8 ``[n]``, are copies from that distance: bool
-    ``[n]``. The first byte never counts, because the capital before it is not in ``part``."""
+    """For each distance, which bytes of a part of the stream, uint8 ``[n]``, are copies from that
+    distance: bool ``[n]``. The first byte never counts, because the capital before it is not in
+    ``part``."""
     copy_distance = np.zeros(len(part), dtype=np.int64)
     letter = part[:-1].astype(np.int64) - CAPITAL_A
     is_capital = (letter >= 0) & (letter < LETTERS)
@@ -49,6 +60,6 @@ def copies(part: np.ndarray, *, distances: Sequence[int] = DISTANCES) -> dict[st
 
 
 def recall_floor(n_bytes: int) -> float:
-    """The lowest expected bits per byte of a causal predictor on the targets of ``n_bytes`` consecutive bytes: at least
-    half of these targets, rounded down, are capitals."""
+    """The lowest expected bits per byte of a causal predictor on the targets of ``n_bytes``
+    consecutive bytes: at least half of these targets, rounded down, are capitals."""
     return LETTER_BITS * ((n_bytes - 1) // 2) / (n_bytes - 1)

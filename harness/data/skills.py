@@ -1,15 +1,19 @@
-"""Skills: generated streams of text, each of which requires one ability, with a known best possible score.
+"""Skills: generated streams of text, each of which requires one ability, with a known best possible
+score.
 
     multi_query_recall  recall with overwriting: pairs of a key and its digit, B3A7B3: from the
                         second time on, the digit of B is known; 8 keys, 8 digits; each line draws
                         new digits (2312.04927, section 4, does not: ``data=associative_recall``)
-    selective_copying   64 bytes of dots and capitals, then ``>``, then the capitals in lower case (2312.00752, 3.1)
-    state_tracking      B1402= is followed by the order of abcde after four steps: B stands for their number, digit i
-                        swaps the i-th and the next letter of the order, 0 none; words of the group S5 (2404.08819)
+    selective_copying   64 bytes of dots and capitals, then ``>``, then the capitals in lower case
+                        (2312.00752, 3.1)
+    state_tracking      B1402= is followed by the order of abcde after four steps: B stands for
+                        their number, digit i swaps the i-th and the next letter of the order, 0
+                        none; words of the group S5 (2404.08819)
 
-Random choices are independent. Answers are bytes that earlier bytes determine, so that they cost a model with the
-skill 0 bits. The entropy of every byte is known. The floor of a part is therefore exact, except that it counts 0 bits
-also for answers of copying and tracking that depend on bytes before the part."""
+Random choices are independent. Answers are bytes that earlier bytes determine, so that they cost a
+model with the skill 0 bits. The entropy of every byte is known. The floor of a part is therefore
+exact, except that it counts 0 bits also for answers of copying and tracking that depend on bytes
+before the part."""
 
 from collections.abc import Callable
 from math import log2
@@ -20,13 +24,17 @@ import numpy as np
 from harness.hashing import integer_hash
 
 KEYS, DIGITS, PAIRS = 8, 8, 128
-"""Numbers of different keys and digits of multi_query_recall, and mean number of pairs in a line."""
+"""Numbers of different keys and digits of multi_query_recall, and mean number of pairs in a
+line."""
 DISTANCES = (8, 32, 128)
-"""Answers of multi_query_recall are grouped by the bytes since their key last occurred, up to each of these bounds."""
+"""Answers of multi_query_recall are grouped by the bytes since their key last occurred, up to
+each of these bounds."""
 BODY, SYMBOLS, BYTES_PER_CAPITAL = 64, 16, 4
-"""Sizes of selective_copying: bytes before the copy, number of different capitals, mean number of bytes per capital."""
+"""Sizes of selective_copying: bytes before the copy, number of different capitals, mean number
+of bytes per capital."""
 WORD_LENGTHS = (2, 4, 8, 16)
-"""Numbers of steps in a word of state_tracking. The word's first byte, A to D, stands for one of them."""
+"""Numbers of steps in a word of state_tracking. The word's first byte, A to D, stands for one of
+them."""
 
 
 def draw(seed: int, n: int, choices: int) -> np.ndarray:
@@ -37,9 +45,14 @@ def draw(seed: int, n: int, choices: int) -> np.ndarray:
 def multi_query_recall(n_bytes: int, seed: int) -> bytes:
     pairs = -(-n_bytes // 2)
     letters, is_new = draw(3 * seed, pairs, KEYS), draw(3 * seed + 1, pairs, PAIRS) == 0
-    digits = draw(3 * seed + 2, (is_new.sum() + 1) * KEYS, DIGITS)[np.cumsum(is_new) * KEYS + letters]
-    triples = np.stack([np.full(pairs, ord("\n")), letters + ord("A"), digits + ord("0")], axis=1).astype(np.uint8)
-    is_written = np.stack([is_new, *np.ones((2, pairs), bool)], axis=1)  # only new lines begin with a newline
+    digits = draw(3 * seed + 2, (is_new.sum() + 1) * KEYS, DIGITS)[
+        np.cumsum(is_new) * KEYS + letters
+    ]
+    triples = np.stack(
+        [np.full(pairs, ord("\n")), letters + ord("A"), digits + ord("0")], axis=1
+    ).astype(np.uint8)
+    # only new lines begin with a newline
+    is_written = np.stack([is_new, *np.ones((2, pairs), bool)], axis=1)
     return triples[is_written].tobytes()
 
 
@@ -78,11 +91,15 @@ def recall_answers(part: np.ndarray) -> dict[str, np.ndarray]:
     """Which digits are recalled, grouped by the bytes since their key last occurred in the line."""
     distance = _distance_of_keys(part)
     bounds = zip((0, *DISTANCES), DISTANCES, strict=False)
-    return {f"{lower + 1} to {upper}": (distance > lower) & (distance <= upper) for lower, upper in bounds}
+    return {
+        f"{lower + 1} to {upper}": (distance > lower) & (distance <= upper)
+        for lower, upper in bounds
+    }
 
 
 def _distance_of_keys(part: np.ndarray) -> np.ndarray:
-    """For each digit the bytes since its key last occurred in the line, or 0: int ``[n]``; 0 for other bytes."""
+    """For each digit the bytes since its key last occurred in the line, or 0: int ``[n]``; 0 for
+    other bytes."""
     distance, line = np.zeros(len(part), int), np.cumsum(part == ord("\n"))
     for key in range(KEYS):
         positions = np.flatnonzero(part[:-1] == ord("A") + key)
@@ -95,7 +112,9 @@ def tracking_answers(part: np.ndarray) -> dict[str, np.ndarray]:
     capitals = np.where(_between(part, "A", "Z"), np.arange(len(part)), -1)
     word_start = np.maximum.accumulate(capitals)
     length_index = np.where(word_start >= 0, part[word_start] - ord("A"), len(WORD_LENGTHS))
-    return {str(n): _between(part, "a", "e") & (length_index == i) for i, n in enumerate(WORD_LENGTHS)}
+    return {
+        str(n): _between(part, "a", "e") & (length_index == i) for i, n in enumerate(WORD_LENGTHS)
+    }
 
 
 def recall_costs(part: np.ndarray) -> np.ndarray:
@@ -118,9 +137,10 @@ class GeneratedCorpus(NamedTuple):
     """Functions that define a generated corpus. A part is any slice of its bytes, uint8 ``[n]``.
 
     Attributes:
-        stream: ``stream(n_bytes, seed)`` returns the first bytes, uint8 ``[n_bytes]``; None for a corpus that is read.
-        floor_bits: ``floor_bits(part)`` is the lowest expected bits per byte of a causal model on the part's targets.
-        answers: ``answers(part)`` returns, for each label, which bytes are determined by earlier ones: bool ``[n]``."""
+        stream: ``stream(n_bytes, seed)`` returns the first bytes, uint8 ``[n_bytes]``; None for a
+        corpus that is read. floor_bits: ``floor_bits(part)`` is the lowest expected bits per byte
+        of a causal model on the part's targets. answers: ``answers(part)`` returns, for each
+        label, which bytes are determined by earlier ones: bool ``[n]``."""
 
     stream: Callable[..., np.ndarray] | None = None
     floor_bits: Callable[..., float] | None = None
@@ -128,10 +148,12 @@ class GeneratedCorpus(NamedTuple):
 
 
 def _skill(
-    generate: Callable[[int, int], bytes], costs: Callable[[np.ndarray], np.ndarray], answers: Callable
+    generate: Callable[[int, int], bytes],
+    costs: Callable[[np.ndarray], np.ndarray],
+    answers: Callable,
 ) -> GeneratedCorpus:
-    """A corpus of the bytes ``generate(n_bytes, seed)``, which may be more than ``n_bytes``. ``costs(part)`` are the
-    bits that each byte of a part costs a model with the skill."""
+    """A corpus of the bytes ``generate(n_bytes, seed)``, which may be more than ``n_bytes``.
+    ``costs(part)`` are the bits that each byte of a part costs a model with the skill."""
 
     def stream(n_bytes: int = 4_000_000, *, seed: int = 0) -> np.ndarray:
         return np.frombuffer(generate(n_bytes, seed), np.uint8)[:n_bytes].copy()
@@ -141,6 +163,8 @@ def _skill(
 
 SKILLS = {
     "multi_query_recall": _skill(multi_query_recall, recall_costs, recall_answers),
-    "selective_copying": _skill(selective_copying, copying_costs, lambda part: {"all": _between(part, "a", "z")}),
+    "selective_copying": _skill(
+        selective_copying, copying_costs, lambda part: {"all": _between(part, "a", "z")}
+    ),
     "state_tracking": _skill(state_tracking, tracking_costs, tracking_answers),
 }

@@ -1,6 +1,7 @@
-"""Sources of bytes: files and folders, plain or compressed, published corpora, and Python's standard library. Each
-reader returns one uint8 array, which is memory-mapped for a large plain file. A published corpus is downloaded once
-into the user's cache and verified; an interrupted download is resumed."""
+"""Sources of bytes: files and folders, plain or compressed, published corpora, and Python's
+standard library. Each reader returns one uint8 array, which is memory-mapped for a large plain
+file. A published corpus is downloaded once into the user's cache and verified; an interrupted
+download is resumed."""
 
 import bz2
 import gzip
@@ -24,17 +25,24 @@ from typing import BinaryIO
 
 import numpy as np
 
-from harness.cache import cache_folder, file_lock, raise_storage_failure, user_path, write_atomically
+from harness.cache import (
+    cache_folder,
+    file_lock,
+    raise_storage_failure,
+    user_path,
+    write_atomically,
+)
 
 LARGE_BYTES = 2**26
-"""A plain file of at least this size is memory-mapped. An archive may unpack to this size, or to ``MAX_EXPANSION``
-times its own size if that is more."""
+"""A plain file of at least this size is memory-mapped. An archive may unpack to this size, or to
+``MAX_EXPANSION`` times its own size if that is more."""
 MAX_EXPANSION = 200  # for comparison: enwik8.zip unpacks to three times its size
 FORMATS = {
     rb"\x1f\x8b\x08[\x00-\x1f].{4}[\x00\x02\x04][\x00-\x0d\xff]": ".gz",
     rb"BZh[1-9]1AY&SY": ".bz2",
     rb"\xfd7zXZ\0": ".xz",
-    rb"]\0\0(?!\0\0)..(\xff{8}|.{5}\0{3})": ".lzma",  # a dictionary's size, then the content's or -1
+    # a dictionary's size, then the content's or -1
+    rb"]\0\0(?!\0\0)..(\xff{8}|.{5}\0{3})": ".lzma",
     rb"PK(\x03\x04|\x05\x06)": ".zip",
     rb"(\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)": ".zst",
     rb"\x04\x22\x4d\x18": ".lz4",
@@ -45,9 +53,17 @@ FORMATS = {
     rb"\x89LZO\0": ".lzo",
     rb"\x1f\x9d[\x89-\x90]": ".Z",  # its bits, 9 to 16, in block mode
 }
-"""Patterns of the first bytes of compressed files, which plain binary files hardly have, and the usual suffix of each
-format. Only those of ``OPENERS`` are read."""
-READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError, RuntimeError)
+"""Patterns of the first bytes of compressed files, which plain binary files hardly have, and the
+usual suffix of each format. Only those of ``OPENERS`` are read."""
+READ_ERRORS = (
+    OSError,
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+    zipfile.BadZipFile,
+    NotImplementedError,
+    RuntimeError,
+)
 """Errors that are raised for files that are damaged, truncated, or of an unsupported format."""
 TIMEOUT_SECONDS = 10.0
 MAX_ATTEMPTS = 5
@@ -74,7 +90,8 @@ class PublishedCorpus:
     url: str
     n_bytes: int
     sha256: str | None = None
-    alphabet: bytes | None = None  # the bytes that may occur; only for text8, of which no digest is published
+    # the bytes that may occur; only for text8, of which no digest is published
+    alphabet: bytes | None = None
     part_of: str | None = None  # the name of the published corpus of which this is the beginning
 
     def mismatch(self, content: np.ndarray | bytes) -> str | None:
@@ -94,8 +111,12 @@ ENWIK8_4M_SHA256 = "9f9ca3a41e2b87a0268d00380577e2c308e07959b22a94c8d7b1e8901bde
 TEXT8_ALPHABET = b" abcdefghijklmnopqrstuvwxyz"
 PUBLISHED = {
     "enwik8": PublishedCorpus(url=ENWIK8_URL, n_bytes=100_000_000, sha256=ENWIK8_SHA256),
-    "enwik8_4m": PublishedCorpus(url=ENWIK8_URL, n_bytes=4_000_000, sha256=ENWIK8_4M_SHA256, part_of="enwik8"),
-    "text8": PublishedCorpus(url="http://mattmahoney.net/dc/text8.zip", n_bytes=100_000_000, alphabet=TEXT8_ALPHABET),
+    "enwik8_4m": PublishedCorpus(
+        url=ENWIK8_URL, n_bytes=4_000_000, sha256=ENWIK8_4M_SHA256, part_of="enwik8"
+    ),
+    "text8": PublishedCorpus(
+        url="http://mattmahoney.net/dc/text8.zip", n_bytes=100_000_000, alphabet=TEXT8_ALPHABET
+    ),
 }
 PINNED = frozenset(name for name, corpus in PUBLISHED.items() if corpus.sha256)
 """Names of the published corpora whose bytes are determined by a digest."""
@@ -107,8 +128,9 @@ def digest(content: np.ndarray | bytes) -> str:
 
 
 def read_published(name: str, path: str | None) -> np.ndarray:
-    """The bytes of a published corpus from a file, or if ``path`` is None, from the cache or the author's site.
-    ValueError names ``data.path`` if the bytes are not those of the corpus; OSError if it cannot be downloaded."""
+    """The bytes of a published corpus from a file, or if ``path`` is None, from the cache or the
+    author's site. ValueError names ``data.path`` if the bytes are not those of the corpus;
+    OSError if it cannot be downloaded."""
     corpus, download_name = PUBLISHED[name], PUBLISHED[name].part_of or name
     remedy = "data=file reads any file" if path else "remove it, and it will be downloaded again"
     path = path or str(fetch(download_name))
@@ -121,9 +143,10 @@ def read_published(name: str, path: str | None) -> np.ndarray:
 
 
 def read_path(path: str) -> np.ndarray:
-    """All bytes of a file, or of all files below a folder: uint8 ``[n]``, n >= 1. Files of a folder are read in the
-    order of their relative POSIX paths, without hidden ones; links to folders are followed. gzip, bzip2, xz and zip (of
-    one file) are unpacked, whatever the file's name; other archives are refused. ValueError names ``data.path``."""
+    """All bytes of a file, or of all files below a folder: uint8 ``[n]``, n >= 1. Files of a folder
+    are read in the order of their relative POSIX paths, without hidden ones; links to folders are
+    followed. gzip, bzip2, xz and zip (of one file) are unpacked, whatever the file's name; other
+    archives are refused. ValueError names ``data.path``."""
     try:
         location = user_path(path, key="data.path")
         if not location.exists():
@@ -131,15 +154,20 @@ def read_path(path: str) -> np.ndarray:
         content = _read_folder(location) if location.is_dir() else _read_file(location)
     except READ_ERRORS as error:
         reason = str(error) or type(error).__name__
-        raise ValueError(f"data.path={path!r}: cannot be read, perhaps truncated or damaged: {reason}") from error
+        raise ValueError(
+            f"data.path={path!r}: cannot be read, perhaps truncated or damaged: {reason}"
+        ) from error
     if not len(content):
-        raise ValueError(f"data.path={path!r}: is empty; must be a file or folder with at least one byte")
+        raise ValueError(
+            f"data.path={path!r}: is empty; must be a file or folder with at least one byte"
+        )
     return content
 
 
 def _read_folder(folder: Path, suffix: str = "", *, excluded: Set[str] = frozenset()) -> np.ndarray:
-    """Files below ``folder`` whose names end with ``suffix``, concatenated in the order of their relative POSIX paths.
-    Files and folders that are hidden or whose name is ``excluded`` are left out."""
+    """Files below ``folder`` whose names end with ``suffix``, concatenated in the order of their
+    relative POSIX paths. Files and folders that are hidden or whose name is ``excluded`` are
+    left out."""
     paths = [path for path in _files_below(folder, excluded) if path.name.endswith(suffix)]
     if not paths:
         raise OSError(f"{folder} has no files")
@@ -147,8 +175,11 @@ def _read_folder(folder: Path, suffix: str = "", *, excluded: Set[str] = frozens
     return np.concatenate([_read_file(path) for path in paths])
 
 
-def _files_below(folder: Path, excluded: Set[str], parents: tuple[os.stat_result, ...] = ()) -> Iterator[Path]:
-    """The files of ``_read_folder``. OSError for a folder that cannot be listed or contains itself by a link."""
+def _files_below(
+    folder: Path, excluded: Set[str], parents: tuple[os.stat_result, ...] = ()
+) -> Iterator[Path]:
+    """The files of ``_read_folder``. OSError for a folder that cannot be listed or contains
+    itself by a link."""
     status = folder.stat()
     if any(os.path.samestat(status, parent) for parent in parents):
         raise OSError(f"{folder} is a link to a folder that contains it")
@@ -168,11 +199,13 @@ def _read_file(path: Path) -> np.ndarray:
         return np.frombuffer(bytearray(unpack(path)), np.uint8)
     if path.stat().st_size < LARGE_BYTES:
         return np.fromfile(path, np.uint8)
-    return np.memmap(path, np.uint8, mode="c")  # copy on write: torch requires writable memory, the file never changes
+    # copy on write: torch requires writable memory, the file never changes
+    return np.memmap(path, np.uint8, mode="c")
 
 
 def _format_of_file(path: Path) -> str | None:
-    """The format of a file by its first bytes or, if they are damaged, by its name; None if it is no archive."""
+    """The format of a file by its first bytes or, if they are damaged, by its name; None if it
+    is no archive."""
     with path.open("rb") as file:
         archive = _archive_format(file.read(tarfile.BLOCKSIZE))
     suffix = path.suffix.lower()
@@ -180,27 +213,35 @@ def _format_of_file(path: Path) -> str | None:
 
 
 def _archive_format(content: bytes) -> str | None:
-    """The usual suffix of the archives that begin with these bytes (at least 512, if there are as many); None for
-    other files."""
+    """The usual suffix of the archives that begin with these bytes (at least 512, if there are as
+    many); None for other files."""
     with suppress(tarfile.HeaderError):
         tarfile.TarInfo.frombuf(content[: tarfile.BLOCKSIZE], "utf-8", "replace")
         return ".tar"
-    return next((suffix for first, suffix in FORMATS.items() if re.match(first, content, re.DOTALL)), None)
+    return next(
+        (suffix for first, suffix in FORMATS.items() if re.match(first, content, re.DOTALL)), None
+    )
 
 
 def unpack(path: Path) -> bytes:
-    """The content of a compressed file. Raises one of ``READ_ERRORS`` if it is damaged or a decompression bomb, or if
-    its format is not one of ``OPENERS``, or if its content is an archive."""
+    """The content of a compressed file. Raises one of ``READ_ERRORS`` if it is damaged or a
+    decompression bomb, or if its format is not one of ``OPENERS``, or if its content is an
+    archive."""
     max_bytes = max(LARGE_BYTES, MAX_EXPANSION * path.stat().st_size)
     archive = _format_of_file(path)
     if archive in OPENERS:
         with OPENERS[archive](path) as file:
             content = file.read(max_bytes + 1)
         if len(content) > max_bytes:
-            raise OSError(f"it unpacks to more than {MAX_EXPANSION} times its size; use an unpacked file instead")
+            raise OSError(
+                f"it unpacks to more than {MAX_EXPANSION} times its size; use an unpacked file "
+                "instead"
+            )
         archive = _archive_format(content)
     if archive:
-        raise OSError(f"{path} is or contains a {archive} archive; unpack it into a folder, and name that")
+        raise OSError(
+            f"{path} is or contains a {archive} archive; unpack it into a folder, and name that"
+        )
     return content
 
 
@@ -212,24 +253,35 @@ def _open_zip(path: Path) -> BinaryIO:
     return archive.open(members[0])
 
 
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".lzma": lzma.open, ".zip": _open_zip}
+OPENERS = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".lzma": lzma.open,
+    ".zip": _open_zip,
+}
 
 
 def read_stdlib() -> np.ndarray:
-    """The source of the running Python's standard library, concatenated by POSIX path: uint8 ``[n]``. Left out are
-    tests and IDLE (half of the source), tables of encodings and help texts, modules that newer Pythons dropped, and
-    files that depend on the installation."""
+    """The source of the running Python's standard library, concatenated by POSIX path: uint8
+    ``[n]``. Left out are tests and IDLE (half of the source), tables of encodings and help texts,
+    modules that newer Pythons dropped, and files that depend on the installation."""
     folder = Path(sysconfig.get_path("stdlib"))
-    installation = {path.name for pattern in ("config-*", "_sysconfigdata*") for path in folder.glob(pattern)}
+    installation = {
+        path.name for pattern in ("config-*", "_sysconfigdata*") for path in folder.glob(pattern)
+    }
     try:
         return _read_folder(folder, ".py", excluded=EXCLUDED_FROM_STDLIB | installation)
     except OSError as error:
-        raise ValueError("data=stdlib: this Python is installed without the source of its standard library") from error
+        raise ValueError(
+            "data=stdlib: this Python is installed without the source of its standard library"
+        ) from error
 
 
 def fetch(name: str) -> Path:
-    """Path of ``enwik8`` or ``text8`` in the user's cache, downloaded first if it is missing. Of several processes, one
-    downloads. OSError if the corpus cannot be downloaded, or if its bytes are not the expected ones."""
+    """Path of ``enwik8`` or ``text8`` in the user's cache, downloaded first if it is missing. Of
+    several processes, one downloads. OSError if the corpus cannot be downloaded, or if its bytes
+    are not the expected ones."""
     corpus, target = PUBLISHED[name], cache_folder() / name
     if target.is_file():
         return target
@@ -237,7 +289,8 @@ def fetch(name: str) -> Path:
         if target.is_file():
             return target
         archive = target.with_name(f"{name}.zip")
-        if not archive.exists():  # it exists if an earlier process could not unpack it, as on a full disk
+        # it exists if an earlier process could not unpack it, as on a full disk
+        if not archive.exists():
             print(f"data: downloading {corpus.url} to {target}", file=sys.stderr)
             download(corpus.url, archive)
         try:
@@ -254,14 +307,17 @@ def fetch(name: str) -> Path:
 
 
 def download(url: str, target: Path) -> None:
-    """Download ``url`` to ``target``. The received bytes are in ``<target>.part``, from which a later call continues.
-    OSError if the connection breaks ``MAX_ATTEMPTS`` times."""
+    """Download ``url`` to ``target``. The received bytes are in ``<target>.part``, from which a
+    later call continues. OSError if the connection breaks ``MAX_ATTEMPTS`` times."""
     part = target.with_name(f"{target.name}.part")
     for _ in range(MAX_ATTEMPTS):
         if _fetch_rest(url, part):
             os.replace(part, target)
             return
-    raise OSError(f"{url}: the connection broke {MAX_ATTEMPTS} times; {part.stat().st_size:,} bytes are in {part}")
+    raise OSError(
+        f"{url}: the connection broke {MAX_ATTEMPTS} times; {part.stat().st_size:,} bytes are in "
+        f"{part}"
+    )
 
 
 def _fetch_rest(url: str, part: Path) -> bool:
@@ -271,18 +327,23 @@ def _fetch_rest(url: str, part: Path) -> bool:
     if size:
         headers["Range"] = f"bytes={size}-"
     try:
-        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_SECONDS)
+        response = urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=TIMEOUT_SECONDS
+        )
     except urllib.error.HTTPError as error:
         if error.code != 416 or not size:
             raise
-        part.unlink()  # the server has no bytes after ours: the part is already complete, or of another file
+        # the server has no bytes after ours: the part is already complete, or of another file
+        part.unlink()
         return False
     except http.client.HTTPException as error:
         raise OSError(f"{url}: {error!r} is not the response of a web server") from error
     with response:
         resumed, content_range = response.status == 206, response.headers.get("Content-Range", "")
         if resumed and not content_range.startswith(f"bytes {size}-"):
-            raise OSError(f"{url}: the request was for bytes from {size}, the response has {content_range}")
+            raise OSError(
+                f"{url}: the request was for bytes from {size}, the response has {content_range}"
+            )
         with part.open("ab" if resumed else "wb") as file:
             try:
                 while chunk := response.read(CHUNK_BYTES):
@@ -290,4 +351,5 @@ def _fetch_rest(url: str, part: Path) -> bool:
                         file.write(chunk)
             except (TimeoutError, ConnectionError, http.client.HTTPException):
                 return False
-        return not response.length  # the bytes that are still to come; None if the server does not state a length
+        # the bytes that are still to come; None if the server does not state a length
+        return not response.length

@@ -1,7 +1,7 @@
-"""Streams: the order in which training and evaluation read the bytes of a split. A pair is an input byte and its
-target, the next byte. A split of n bytes has n - 1 pairs; pair i is bytes i and i + 1. The order depends only on the
-split, the sizes, the seed and the step. A run therefore resumes from one integer, the step, and all variants read the
-same bytes."""
+"""Streams: the order in which training and evaluation read the bytes of a split. A pair is an input
+byte and its target, the next byte. A split of n bytes has n - 1 pairs; pair i is bytes i and i + 1.
+The order depends only on the split, the sizes, the seed and the step. A run therefore resumes from
+one integer, the step, and all variants read the same bytes."""
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -13,17 +13,21 @@ from torch import Tensor
 
 from harness.hashing import integer_hash
 
-Shard = tuple[int, int]  # the part of the streams that one process reads: (its rank, the number of processes)
+# the part of the streams that one process reads: (its rank, the number of processes)
+Shard = tuple[int, int]
 UNSHARDED: Shard = (0, 1)
-_RING, _WINDOW = 1, 2  # first key of the hash, so that offsets of rings and of windows are independent
+# first key of the hash, so that offsets of rings and of windows are independent
+_RING, _WINDOW = 1, 2
 _ORDER = 5  # harness/loop/scoring.py has 3 and 4
 
 Segment = tuple[Tensor, Tensor, Tensor]
-"""Inputs int64 ``[L, T]``, targets int64 ``[L, T]``, and mask bool ``[L, T]``: true for pairs to be scored."""
+"""Inputs int64 ``[L, T]``, targets int64 ``[L, T]``, and mask bool ``[L, T]``: true for pairs to
+be scored."""
 
 
 class Batches:
-    """An iterable of segments, with a length. Each segment is made when it is read, by ``make(position)``."""
+    """An iterable of segments, with a length. Each segment is made when it is read, by
+    ``make(position)``."""
 
     def __init__(self, make: Callable[[int], Segment], positions: range):
         self._make, self._positions = make, positions
@@ -36,13 +40,14 @@ class Batches:
 
 
 class Streams:
-    """Training batches: each step reads T bytes (``segment``) of B ``streams`` of ``split``, uint8 ``[n]``. With
-    ``carry`` the split is a ring, cut into B streams of n // B bytes. A step reads the next segment of each stream, and
-    state is carried over. After ``steps_per_epoch`` steps a new epoch begins: the ring is shifted by an offset drawn
-    from seed and epoch, and state is dropped. Without ``carry`` a step reads B windows: with ``order="random"`` each is
-    drawn for itself; with ``"permutation"`` the ring, shifted as above, is cut into n // T windows, and no window is
-    read twice before all have been read once. ValueError if a stream (or without ``carry`` the split) has fewer than
-    T + 1 bytes."""
+    """Training batches: each step reads T bytes (``segment``) of B ``streams`` of ``split``, uint8
+    ``[n]``. With ``carry`` the split is a ring, cut into B streams of n // B bytes. A step reads
+    the next segment of each stream, and state is carried over. After ``steps_per_epoch`` steps a
+    new epoch begins: the ring is shifted by an offset drawn from seed and epoch, and state is
+    dropped. Without ``carry`` a step reads B windows: with ``order="random"`` each is drawn for
+    itself; with ``"permutation"`` the ring, shifted as above, is cut into n // T windows, and no
+    window is read twice before all have been read once. ValueError if a stream (or without
+    ``carry`` the split) has fewer than T + 1 bytes."""
 
     def __init__(
         self,
@@ -54,34 +59,50 @@ class Streams:
         carry: bool = True,
         order: str = "random",
     ):
-        self.split, self.streams, self.segment, self.seed, self.carry = split, streams, segment, seed, carry
+        self.split, self.streams, self.segment, self.seed, self.carry = (
+            split,
+            streams,
+            segment,
+            seed,
+            carry,
+        )
         self.order = order
         self.stream_bytes = len(split) // streams if carry else len(split)
         self.steps_per_epoch, self.bytes_per_step = self.stream_bytes // segment, streams * segment
         if self.stream_bytes <= segment:
             needed = (segment + 1) * (streams if carry else 1)
             raise ValueError(
-                f"batch.streams={streams} and batch.segment={segment} need at least {needed:,} training bytes, but the "
-                f"train split of data has {len(split):,}: use a longer corpus, fewer streams or a shorter segment"
+                f"batch.streams={streams} and batch.segment={segment} need at least {needed:,} "
+                f"training bytes, but the train split of data has {len(split):,}: use a longer "
+                "corpus, fewer streams or a shorter segment"
             )
 
     def carried_bytes(self, step: int) -> int:
-        """Bytes of each stream that its carried state has read before this step; 0 if it starts without state."""
+        """Bytes of each stream that its carried state has read before this step; 0 if it starts
+        without state."""
         return step % self.steps_per_epoch * self.segment if self.carry else 0
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step, counted from 0, for the streams of ``shard``: int64 ``[B, T]`` each."""
+        """Inputs and targets of a step, counted from 0, for the streams of ``shard``: int64
+        ``[B, T]`` each."""
         indices = range(self.streams)[shard_slice(self.streams, shard)]
         if self.carry:
             epoch, epoch_step = divmod(step, self.steps_per_epoch)
             offset = self._ring_offset(epoch)
-            starts = [offset + index * self.stream_bytes + epoch_step * self.segment for index in indices]
+            starts = [
+                offset + index * self.stream_bytes + epoch_step * self.segment for index in indices
+            ]
         elif self.order == "permutation":
             starts = [self._window_start(step * self.streams + index) for index in indices]
         else:
             n_starts = len(self.split) - self.segment
-            starts = [int(draw) % n_starts for draw in integer_hash(_WINDOW, self.seed, step, indices)]
-        positions = torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(self.segment + 1)  # [B, T + 1]
+            starts = [
+                int(draw) % n_starts for draw in integer_hash(_WINDOW, self.seed, step, indices)
+            ]
+        # [B, T + 1]
+        positions = torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(
+            self.segment + 1
+        )
         tokens = self.split[positions % len(self.split)].long()
         return tokens[:, :-1], tokens[:, 1:]
 
@@ -89,7 +110,8 @@ class Streams:
         return int(integer_hash(_RING, self.seed, epoch)[0]) % len(self.split)
 
     def _window_start(self, read: int) -> int:
-        """Where the window begins that follows ``read`` windows in the sequence of the epochs' permutations."""
+        """Where the window begins that follows ``read`` windows in the sequence of the epochs'
+        permutations."""
         n_windows = len(self.split) // self.segment
         epoch, index = divmod(read, n_windows)
         window = int(permutation(self.seed, epoch, n_windows)[index])
@@ -103,42 +125,52 @@ def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def shard_slice(n_streams: int, shard: Shard) -> slice:
-    """The streams of a shard: contiguous, and of sizes that differ between shards by at most one."""
+    """The streams of a shard: contiguous, and of sizes that differ between shards by at most
+    one."""
     rank, n_shards = shard
     return slice(rank * n_streams // n_shards, (rank + 1) * n_streams // n_shards)
 
 
 def score_ranges(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple[int, int]]:
-    """Cut pairs 0..n_pairs - 1 into contiguous ranges (first, end), one to be scored by each stream. All streams but
-    the first read ``context`` unscored pairs before their range. The ranges are such that the numbers of pairs that
-    streams read differ by at most one. ValueError names ``eval.streams``."""
+    """Cut pairs 0..n_pairs - 1 into contiguous ranges (first, end), one to be scored by each
+    stream. All streams but the first read ``context`` unscored pairs before their range. The ranges
+    are such that the numbers of pairs that streams read differ by at most one. ValueError names
+    ``eval.streams``."""
     if not 1 <= streams <= n_pairs:
-        raise ValueError(f"eval.streams={streams}: allowed is 1 to {n_pairs}, the number of pairs to be scored")
+        raise ValueError(
+            f"eval.streams={streams}: allowed is 1 to {n_pairs}, the number of pairs to be scored"
+        )
     n_read = n_pairs + (streams - 1) * context
     ends = [stream * n_read // streams - (stream - 1) * context for stream in range(1, streams + 1)]
     return list(pairwise([0, *ends]))
 
 
 def round_context(context: int, *, n_pairs: int, streams: int, segment: int) -> int:
-    """The unscored context of a stream: ``context`` rounded up to whole segments, but not more than the pairs that a
-    stream scores, so that evaluation takes at most twice the time."""
+    """The unscored context of a stream: ``context`` rounded up to whole segments, but not more than
+    the pairs that a stream scores, so that evaluation takes at most twice the time."""
     return min(-(-context // segment), n_pairs // streams // segment) * segment
 
 
-def segments(split: Tensor, *, streams: int, segment: int, context: int = 0, shard: Shard = UNSHARDED) -> Batches:
-    """All pairs of ``split [n]``, each scored once: segments ``[L, T]`` of L streams, to be read with carried state.
-    The mask is false for the ``context`` (``round_context``) of all streams but the first, and after a stream's end."""
+def segments(
+    split: Tensor, *, streams: int, segment: int, context: int = 0, shard: Shard = UNSHARDED
+) -> Batches:
+    """All pairs of ``split [n]``, each scored once: segments ``[L, T]`` of L streams, to be read
+    with carried state. The mask is false for the ``context`` (``round_context``) of all streams
+    but the first, and after a stream's end."""
     ranges = torch.tensor(score_ranges(len(split) - 1, streams, context=context))
     first, end = ranges[:, :1], ranges[:, 1:]
     start = (first - context).clamp(min=0)
     length, rows = int((end - start).max()), shard_slice(streams, shard)
-    return _read_segments(split, start[rows], length=length, segment=segment, scored=(first[rows], end[rows]))
+    return _read_segments(
+        split, start[rows], length=length, segment=segment, scored=(first[rows], end[rows])
+    )
 
 
 def sample_layout(pairs: int, *, streams: int, segment: int, context: int) -> tuple[int, int]:
-    """How a sample of ``pairs`` pairs is laid out: its number of streams, at most ``streams``, and the number of
-    unscored pairs that each stream reads first. This is ``context`` (at least 1) rounded up to whole segments, but at
-    most half of the stream, rounded down to whole segments; 0 if a stream is shorter than two segments."""
+    """How a sample of ``pairs`` pairs is laid out: its number of streams, at most ``streams``, and
+    the number of unscored pairs that each stream reads first. This is ``context`` (at least 1)
+    rounded up to whole segments, but at most half of the stream, rounded down to whole segments;
+    0 if a stream is shorter than two segments."""
     rounded = -(-context // segment) * segment
     n_streams = max(1, min(streams, pairs // (2 * rounded)))
     unscored = min(rounded, pairs // n_streams // 2 // segment * segment)
@@ -146,21 +178,35 @@ def sample_layout(pairs: int, *, streams: int, segment: int, context: int) -> tu
 
 
 def samples(
-    split: Tensor, *, pairs: int, streams: int, segment: int, context: int = 0, shard: Shard = UNSHARDED
+    split: Tensor,
+    *,
+    pairs: int,
+    streams: int,
+    segment: int,
+    context: int = 0,
+    shard: Shard = UNSHARDED,
 ) -> Batches:
-    """A sample of at most ``pairs`` pairs of ``split [n]``, in L streams of equal length, spread evenly over the split.
-    The mask is false for the first ``context`` pairs of each stream."""
+    """A sample of at most ``pairs`` pairs of ``split [n]``, in L streams of equal length, spread
+    evenly over the split. The mask is false for the first ``context`` pairs of each stream."""
     n_pairs = len(split) - 1
     length = min(pairs, n_pairs) // streams
-    start = (torch.arange(streams) * (n_pairs - length) // max(streams - 1, 1))[shard_slice(streams, shard), None]
-    return _read_segments(split, start, length=length, segment=segment, scored=(start + context, torch.tensor(n_pairs)))
+    start = (torch.arange(streams) * (n_pairs - length) // max(streams - 1, 1))[
+        shard_slice(streams, shard), None
+    ]
+    return _read_segments(
+        split,
+        start,
+        length=length,
+        segment=segment,
+        scored=(start + context, torch.tensor(n_pairs)),
+    )
 
 
 def _read_segments(
     split: Tensor, start: Tensor, *, length: int, segment: int, scored: tuple[Tensor, Tensor]
 ) -> Batches:
-    """Segments of L streams of ``length`` pairs each, from ``start [L, 1]`` on. The mask is true for pairs in the range
-    ``scored``, (first, end)."""
+    """Segments of L streams of ``length`` pairs each, from ``start [L, 1]`` on. The mask is true
+    for pairs in the range ``scored``, (first, end)."""
     first, end = scored
 
     def read(offset: int) -> Segment:
@@ -171,25 +217,35 @@ def _read_segments(
 
 
 def windows(
-    split: Tensor, *, window: int = 1024, stride: int = 512, batch: int = 32, shard: Shard = UNSHARDED
+    split: Tensor,
+    *,
+    window: int = 1024,
+    stride: int = 512,
+    batch: int = 32,
+    shard: Shard = UNSHARDED,
 ) -> Batches:
-    """All pairs of ``split [n]``, each scored once, in windows that are read without carried state. A window of
-    ``window`` pairs starts at every ``stride``-th pair. Its last ``stride`` pairs are scored; of the first window, all.
-    At most ``batch`` windows form a batch, and a shard reads a contiguous part of the batches."""
+    """All pairs of ``split [n]``, each scored once, in windows that are read without carried state.
+    A window of ``window`` pairs starts at every ``stride``-th pair. Its last ``stride`` pairs are
+    scored; of the first window, all. At most ``batch`` windows form a batch, and a shard reads a
+    contiguous part of the batches."""
     n_pairs = len(split) - 1
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)
     batch = min(batch, n_windows)
     batch_starts, columns = range(0, n_windows, batch), torch.arange(window)
 
     def read(first_window: int) -> Segment:
-        indices = torch.arange(first_window, first_window + batch)[:, None]  # [b, 1]; some may be past the last window
+        # [b, 1]; some may be past the last window
+        indices = torch.arange(first_window, first_window + batch)[:, None]
         positions = indices * stride + columns
-        return *_pairs(split, positions), (positions < n_pairs) & ((columns >= window - stride) | (indices == 0))
+        return *_pairs(split, positions), (positions < n_pairs) & (
+            (columns >= window - stride) | (indices == 0)
+        )
 
     return Batches(read, batch_starts[shard_slice(len(batch_starts), shard)])
 
 
 def _pairs(split: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the pairs at ``positions``; a position after the end reads the last pair."""
+    """Inputs and targets of the pairs at ``positions``; a position after the end reads the last
+    pair."""
     clamped = positions.clamp(max=len(split) - 2)
     return split[clamped].long(), split[clamped + 1].long()

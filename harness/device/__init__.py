@@ -1,1 +1,2 @@
-"""Hardware of a run: devices and precision, compilation, processes and their parameters, signals, and the machine."""
+"""Hardware of a run: devices and precision, compilation, processes and their parameters,
+signals, and the machine."""

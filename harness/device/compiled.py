@@ -10,20 +10,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 MAX_GRAPHS = 8
-"""Limit of graphs of a model. Six are usual: training and scoring, for a stream's first, second and later segments."""
+"""Limit of graphs of a model. Six are usual: training and scoring, for a stream's first, second
+and later segments."""
 
 
 class Compiled:
-    """Calls a model in compiled graphs, or without them once it would need more than ``MAX_GRAPHS``; ``fully_compiled``
-    is then False. A scoring graph serves batches of any shape, and always collects statistics. The carried
-    state is contiguous and no view, because each other memory layout would need a graph of its own."""
+    """Calls a model in compiled graphs, or without them once it would need more than
+    ``MAX_GRAPHS``; ``fully_compiled`` is then False. A scoring graph serves batches of any shape,
+    and always collects statistics. The carried state is contiguous and no view, because each
+    other memory layout would need a graph of its own."""
 
     def __init__(self, model: nn.Module):
         self.model, self.graphs, self.fully_compiled = model, torch.compile(model), True
 
     def __call__(self, tokens: Tensor, state: object = None, *, collect_stats: bool = False):
         scoring = not torch.is_grad_enabled()
-        duplicated = scoring and len(tokens) == 1  # torch.compile makes a separate graph for a batch of size 1
+        # torch.compile makes a separate graph for a batch of size 1
+        duplicated = scoring and len(tokens) == 1
         if duplicated:
             tokens = tokens.expand(2, -1).contiguous()
             state = tree_map_only(Tensor, lambda s: torch.cat([s, s]), state)
@@ -32,7 +35,9 @@ class Compiled:
         if not duplicated:
             return out._replace(state=state)
         stats = {name: {key: x / 2 for key, x in sums.items()} for name, sums in out.stats.items()}
-        return out._replace(logits=out.logits[:1], state=tree_map_only(Tensor, lambda s: s[:1], state), stats=stats)
+        return out._replace(
+            logits=out.logits[:1], state=tree_map_only(Tensor, lambda s: s[:1], state), stats=stats
+        )
 
     def _forward(self, tokens: Tensor, state: object, *, scoring: bool, collect_stats: bool):
         from torch._dynamo import config, exc, maybe_mark_dynamic  # late: slow to import
@@ -46,18 +51,26 @@ class Compiled:
                     return self.graphs(tokens, state, collect_stats=collect_stats or scoring)
             except exc.FailOnRecompileLimitHit:
                 self.fully_compiled = False
-                print(f"runtime.compile: more than {MAX_GRAPHS} graphs would be needed; the run continues uncompiled")
+                print(
+                    f"runtime.compile: more than {MAX_GRAPHS} graphs would be needed; the run "
+                    "continues uncompiled"
+                )
         return self.model(tokens, state, collect_stats=collect_stats)
 
 
 def _contiguous_copy(x: Tensor) -> Tensor:
     """Return ``x``, copied if it is a view of another tensor or not contiguous."""
-    return x.clone(memory_format=torch.contiguous_format) if x._is_view() or not x.is_contiguous() else x
+    return (
+        x.clone(memory_format=torch.contiguous_format)
+        if x._is_view() or not x.is_contiguous()
+        else x
+    )
 
 
 @contextlib.contextmanager
 def compile_clock(*, compiled: bool) -> Iterator[SimpleNamespace]:
-    """Context whose object counts the ``seconds`` of compiling in its block. Imports the compiler if ``compiled``."""
+    """Context whose object counts the ``seconds`` of compiling in its block. Imports the
+    compiler if ``compiled``."""
     clock = SimpleNamespace(seconds=0.0)
     if not compiled:
         yield clock

@@ -1,12 +1,15 @@
-"""Parameters of a model that several processes train; torch averages gradients during the backward pass.
+"""Parameters of a model that several processes train; torch averages gradients during the backward
+pass.
 
-Each residual sublayer is one FSDP unit, and the rest of the model, such as embedding and head, is the last unit. With
-``runtime.shard=none`` each process is a replica, with one shard. With ``runtime.shard=full`` it has some rows of each
-parameter, of its gradient and of its optimizer state (``fully_shard``). Parameters that FSDP does not take stay plain
-tensors, whole in each process; ``ProcessGroup.average_gradients_`` averages their gradients.
+Each residual sublayer is one FSDP unit, and the rest of the model, such as embedding and head, is
+the last unit. With ``runtime.shard=none`` each process is a replica, with one shard. With
+``runtime.shard=full`` it has some rows of each parameter, of its gradient and of its optimizer
+state (``fully_shard``). Parameters that FSDP does not take stay plain tensors, whole in each
+process; ``ProcessGroup.average_gradients_`` averages their gradients.
 
-torch replaces a unit's parameters by ``DTensor``. The optimizers keep the original parameter objects, which get the
-memory of this process's shard and the shard's averaged gradient. Importing this module takes most of a second."""
+torch replaces a unit's parameters by ``DTensor``. The optimizers keep the original parameter
+objects, which get the memory of this process's shard and the shard's averaged gradient.
+Importing this module takes most of a second."""
 
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
@@ -33,7 +36,8 @@ class DistributedParameters:
         self,
         model: nn.Module,
         processes: ProcessGroup,
-        units: Iterable[nn.Module],  # modules that become FSDP units; the model itself becomes the last one
+        # modules that become FSDP units; the model itself becomes the last one
+        units: Iterable[nn.Module],
         *,
         ignored: Set[nn.Parameter],  # parameters that FSDP leaves alone
         shard: str,
@@ -50,7 +54,11 @@ class DistributedParameters:
         with libraries_on_stderr():
             device = self.local_parameters[0].device.type
             self._mesh = init_device_mesh(device, sizes, mesh_dim_names=dimensions)
-        names = {parameter: name for name, parameter in model.named_parameters() if parameter not in ignored}
+        names = {
+            parameter: name
+            for name, parameter in model.named_parameters()
+            if parameter not in ignored
+        }
         for unit in (*units, model):
             fully_shard(unit, mesh=self._mesh, ignored_params=ignored, **options)
         self._reduce_unused_parameters()
@@ -67,7 +75,8 @@ class DistributedParameters:
         return [module for module in self._model.modules() if isinstance(module, FSDPModule)]
 
     def _reduce_unused_parameters(self) -> None:
-        """Let processes send gradients of 0 for parameters that a step does not use: others may use them."""
+        """Let processes send gradients of 0 for parameters that a step does not use: others may
+        use them."""
         if hasattr(self._model, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
             self._model.set_reduce_scatter_unused_params(True)
             return
@@ -86,7 +95,8 @@ class DistributedParameters:
         """Context in which parameters are complete, for reading; processes may run different
         numbers of forward passes."""
         units = self._units()
-        self._processes.all_gather(None, long_wait=True)  # a barrier: unshard itself waits for TIMEOUT only
+        # a barrier: unshard itself waits for TIMEOUT only
+        self._processes.all_gather(None, long_wait=True)
         if self.dtensors:
             self._model.set_reshard_after_forward(False)
         for unit in units:
@@ -100,16 +110,22 @@ class DistributedParameters:
                     unit.set_reshard_after_forward(True, recurse=False)
 
     def to_shard(self, parameter: nn.Parameter, full: Tensor) -> Tensor:
-        """Return this process's shard of a tensor of the parameter's full shape, and any other tensor unchanged."""
+        """Return this process's shard of a tensor of the parameter's full shape, and any other
+        tensor unchanged."""
         dtensor = self.dtensors.get(parameter)
         if dtensor is None or full.shape != dtensor.shape:
             return full
         return distribute_like(dtensor, full).to_local().clone()
 
     def to_dtensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
-        """Return the ``DTensor`` of a tensor of the shape of the parameter's shard, and any other tensor unchanged."""
+        """Return the ``DTensor`` of a tensor of the shape of the parameter's shard, and any
+        other tensor unchanged."""
         dtensor = self.dtensors.get(parameter)
-        return shard if dtensor is None or shard.shape != parameter.shape else _from_shard(shard, dtensor)
+        return (
+            shard
+            if dtensor is None or shard.shape != parameter.shape
+            else _from_shard(shard, dtensor)
+        )
 
     def reduce_shards(self, tensor: Tensor, *, operation: str = "sum") -> Tensor:
         """Return the sum (or ``max``) of all processes' tensors if parameters are sharded, else
@@ -120,28 +136,40 @@ class DistributedParameters:
 
 
 def distribute_like(reference: Tensor, tensor: Tensor) -> Tensor:
-    """Return ``tensor`` (full, or a ``DTensor``) sharded like ``reference``, in full if that is a plain tensor."""
+    """Return ``tensor`` (full, or a ``DTensor``) sharded like ``reference``, in full if that is
+    a plain tensor."""
     if not is_dtensor(reference):
         return full_tensors(tensor)
     if is_dtensor(tensor):
         return tensor.redistribute(placements=reference.placements)
     (chunk,) = reference.__create_chunk_list__()
-    slices = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
-    shard = tensor[slices].to(reference.device)  # sliced before it is moved: the device may lack room for all of it
+    slices = tuple(
+        slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True)
+    )
+    # sliced before it is moved: the device may lack room for all of it
+    shard = tensor[slices].to(reference.device)
     return _from_shard(shard, reference)
 
 
 def _from_shard(shard: Tensor, like: DTensor) -> DTensor:
     mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def _reduce_with_zeros(group: Any, post_backward: Callable[[], None], *_unused: object) -> None:
-    """Call ``post_backward`` of an FSDP unit's parameters ``group``, after zeros became their missing gradients."""
+    """Call ``post_backward`` of an FSDP unit's parameters ``group``, after zeros became their
+    missing gradients."""
     for parameter in group.fsdp_params:
-        if group.reduce_grads and hasattr(parameter, "_unsharded_param"):  # it has one once it was gathered
+        # it has one once it was gathered
+        if group.reduce_grads and hasattr(parameter, "_unsharded_param"):
             full = parameter.unsharded_param
-            if full.requires_grad and full.grad is None and parameter.unsharded_accumulated_grad is None:
+            if (
+                full.requires_grad
+                and full.grad is None
+                and parameter.unsharded_accumulated_grad is None
+            ):
                 full.grad = torch.zeros_like(full)
     post_backward()
 

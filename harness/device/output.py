@@ -8,8 +8,8 @@ from typing import TextIO
 
 
 class Output:
-    """A text stream that drops all text from the first write that fails, because a pipe or a terminal was closed, or a
-    disk is full. ``lost`` is then true."""
+    """A text stream that drops all text from the first write that fails, because a pipe or a
+    terminal was closed, or a disk is full. ``lost`` is then true."""
 
     def __init__(self, stream: TextIO):
         self._stream, self.lost = stream, False
@@ -38,8 +38,8 @@ class Output:
 
 @contextlib.contextmanager
 def contained_output() -> Iterator[None]:
-    """Context in which stdout and stderr are ``Output``. Closed descriptors are opened, because the next file that is
-    opened would get their number, and with it all that libraries print."""
+    """Context in which stdout and stderr are ``Output``. Closed descriptors are opened, because the
+    next file that is opened would get their number, and with it all that libraries print."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         try:
             os.fstat(descriptor)
@@ -47,13 +47,17 @@ def contained_output() -> Iterator[None]:
             _to_null_device(descriptor)
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the process ends
-    with contextlib.redirect_stdout(Output(sys.stdout)), contextlib.redirect_stderr(Output(sys.stderr)):
+    with (
+        contextlib.redirect_stdout(Output(sys.stdout)),
+        contextlib.redirect_stderr(Output(sys.stderr)),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def libraries_on_stderr() -> Iterator[None]:
-    """Context in which descriptor 1 is stderr. Gloo (torch 2.10) prints a line to it for each group of processes."""
+    """Context in which descriptor 1 is stderr. Gloo (torch 2.10) prints a line to it for each
+    group of processes."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

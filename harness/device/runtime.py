@@ -15,19 +15,23 @@ from harness.device.processes import SINGLE, ProcessGroup
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """A device with its precision. ``compiled`` has, for each compiled model, the function that runs its graphs."""
+    """A device with its precision. ``compiled`` has, for each compiled model, the function that
+    runs its graphs."""
 
     device: torch.device  # where tensors live; each process of the run has its own GPU
     precision: str  # ``float32``, or ``bfloat16`` for autocast with float32 parameters
     compile: bool  # whether the model's forward pass is compiled
-    tf32: bool = False  # whether float32 matrix products use NVIDIA's TF32, which is much faster and rounds factors
+    # whether float32 matrix products use NVIDIA's TF32, which is much faster and rounds factors
+    tf32: bool = False
     allocator: str | None = None  # as ``machine.set_allocator`` returns it
     processes: ProcessGroup = SINGLE
     compiled: dict[nn.Module, Compiled] = field(default_factory=dict, repr=False, compare=False)
 
     def autocast(self) -> contextlib.AbstractContextManager:
         """Context for a forward pass in this precision."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"
+        )
 
     def forward(self, model: nn.Module) -> Callable:
         """Return the function that runs the model's forward pass, compiled if ``compile``."""
@@ -36,7 +40,8 @@ class Runtime:
         return self.compiled.get(model, model)
 
     def to_device(self, *batches: Tensor) -> tuple[Tensor, ...]:
-        """Return token ids (int64, below 256) on the device. They go to a GPU as pinned uint8, without waiting."""
+        """Return token ids (int64, below 256) on the device. They go to a GPU as pinned uint8,
+        without waiting."""
         if self.device.type == "cpu":
             return batches
         pinned = [batch.to(torch.uint8).pin_memory() for batch in batches]
@@ -53,7 +58,8 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
     def to_host(self, number: Tensor) -> Callable[[], float]:
-        """Start an asynchronous device-to-host copy of a scalar. The returned function waits and returns the number."""
+        """Start an asynchronous device-to-host copy of a scalar. The returned function waits and
+        returns the number."""
         if self.device.type == "cpu":
             return number.clone().item
         copy = torch.empty((), dtype=number.dtype, pin_memory=True).copy_(number, non_blocking=True)

@@ -16,5 +16,6 @@ def seed(number: int) -> None:
 
 
 def seed_rank(number: int, *, step: int, rank: int) -> None:
-    """Seed all generators differently for each step and rank, so that processes draw different dropout masks."""
+    """Seed all generators differently for each step and rank, so that processes draw different
+    dropout masks."""
     seed(int(integer_hash(number, step, rank)[0]) >> 1)

@@ -1,5 +1,5 @@
-"""Stop signal: the first SIGTERM or Ctrl-C, a closed terminal or output, or a limit of the system asks the loop to stop
-after the present step. The second Ctrl-C or SIGTERM stops at once."""
+"""Stop signal: the first SIGTERM or Ctrl-C, a closed terminal or output, or a limit of the system
+asks the loop to stop after the present step. The second Ctrl-C or SIGTERM stops at once."""
 
 import contextlib
 import signal
@@ -9,13 +9,14 @@ from harness.device.output import is_lost
 
 BY_USER = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 BY_SYSTEM = (signal.SIGHUP, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals of a closed terminal and of schedulers. They are handled unless they are ignored, as by ``nohup``, or another
-handler is set, as by a launcher of Slurm jobs."""
+"""Signals of a closed terminal and of schedulers. They are handled unless they are ignored, as by
+``nohup``, or another handler is set, as by a launcher of Slurm jobs."""
 
 
 class StopSignal:
-    """Context that handles ``BY_USER`` and ``BY_SYSTEM``. ``received_signal`` is the one that this process received, or
-    0. A single process stops for it. Several processes stop for ``shared_signal``, which ``Run.step`` sets in all."""
+    """Context that handles ``BY_USER`` and ``BY_SYSTEM``. ``received_signal`` is the one that this
+    process received, or 0. A single process stops for it. Several processes stop for
+    ``shared_signal``, which ``Run.step`` sets in all."""
 
     def __init__(self, *, single_process: bool = True):
         self.single_process, self._received, self.shared_signal = single_process, 0, 0
@@ -40,7 +41,8 @@ class StopSignal:
 
     def __exit__(self, _kind: type | None, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, Exception) and not self.single_process:
-            return  # torchrun sends SIGTERM when one process fails; the others must still record the error
+            # torchrun sends SIGTERM when one process fails; the others must still record the error
+            return
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 

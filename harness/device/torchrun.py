@@ -1,4 +1,5 @@
-"""Launch by ``torchrun``. The command line imports this module first, so it does not import torch."""
+"""Launch by ``torchrun``. The command line imports this module first, so it does not import
+torch."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,8 @@ ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class Launch(NamedTuple):
-    """This process's rank and the number of processes, in the run and (``local``) on this machine."""
+    """This process's rank and the number of processes, in the run and (``local``) on this
+    machine."""
 
     rank: int = 0
     world_size: int = 1
@@ -27,36 +29,49 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Return this process's launch. ValueError if a variable of torchrun is missing, or a rank or size is no number."""
+    """Return this process's launch. ValueError if a variable of torchrun is missing, or a rank
+    or size is no number."""
     if not environment.get("RANK") or environment.get("WORLD_SIZE", "") in ("", "1"):
         return Launch()
     texts = {name: environment.get(name, "") for name in (*RANKS, *ADDRESS)}
     if not all(texts[name].isdecimal() for name in RANKS) or not all(texts.values()):
         variables = ", ".join(f"{name}={text}" for name, text in texts.items())
         single = "for a single process neither RANK nor WORLD_SIZE"
-        raise ValueError(f"{variables} in the environment: allowed are the variables that torchrun sets, or {single}")
+        raise ValueError(
+            f"{variables} in the environment: allowed are the variables that torchrun sets, or "
+            f"{single}"
+        )
     return Launch(*(int(texts[name]) for name in RANKS))
 
 
 def is_secondary() -> bool:
-    """Whether this process has a rank above 0, so that it does not print. False if the variables cannot be read."""
+    """Whether this process has a rank above 0, so that it does not print. False if the variables
+    cannot be read."""
     try:
         return read_launch().rank > 0
     except ValueError:
         return False
 
 
-def check_launch(arguments: Sequence[str], *, multiprocess: bool, launch: Launch | None = None) -> None:
-    """ValueError if torchrun started several processes of a sweep, or of a command that is not ``multiprocess``."""
+def check_launch(
+    arguments: Sequence[str], *, multiprocess: bool, launch: Launch | None = None
+) -> None:
+    """ValueError if torchrun started several processes of a sweep, or of a command that is not
+    ``multiprocess``."""
     n_processes = (launch or read_launch()).world_size
     if n_processes == 1:
         return
     if not multiprocess:
-        raise ValueError(f"torchrun with {n_processes} processes: allowed is python -m bench.COMMAND, in one process")
+        raise ValueError(
+            f"torchrun with {n_processes} processes: allowed is python -m bench.COMMAND, in one "
+            "process"
+        )
     for word in arguments:
-        multirun = word in ("-m", "hydra.mode=MULTIRUN") or (len(word) > 3 and "--multirun".startswith(word))
+        multirun = word in ("-m", "hydra.mode=MULTIRUN") or (
+            len(word) > 3 and "--multirun".startswith(word)
+        )
         if multirun or (word.startswith("sweep=") and word != "sweep=null"):
             raise ValueError(
-                f"{word}: torchrun started {n_processes} processes, and a sweep starts its own jobs; allowed are "
-                "python train.py -m, or torchrun without a sweep"
+                f"{word}: torchrun started {n_processes} processes, and a sweep starts its own "
+                "jobs; allowed are python train.py -m, or torchrun without a sweep"
             )

@@ -1,5 +1,6 @@
-"""Worker processes for measurements: they share no heap, and a crash or hang of one does not stop its parent. A worker
-is forked in a fraction of a second from a server process that has imported torch and computed nothing."""
+"""Worker processes for measurements: they share no heap, and a crash or hang of one does not stop
+its parent. A worker is forked in a fraction of a second from a server process that has imported
+torch and computed nothing."""
 
 import atexit
 import multiprocessing
@@ -20,7 +21,8 @@ OUT_OF_MEMORY, FAILED = OutOfMemory.status, "failed"
 
 
 class WorkerError(Exception):
-    """A worker failed. ``status`` is ``out of memory`` or ``failed``, and the text is the reason."""
+    """A worker failed. ``status`` is ``out of memory`` or ``failed``, and the text is the
+    reason."""
 
     def __init__(self, status: str, reason: str):
         super().__init__(status, reason)
@@ -31,22 +33,24 @@ class WorkerError(Exception):
 
 
 class WorkerProcess(AbstractContextManager):
-    """A process that makes one object by ``make(*arguments)``, which are pickled, and calls its methods on request. Its
-    allocations fail once its memory has grown by ``memory_limit_bytes`` since the start."""
+    """A process that makes one object by ``make(*arguments)``, which are pickled, and calls its
+    methods on request. Its allocations fail once its memory has grown by ``memory_limit_bytes``
+    since the start."""
 
     def __init__(self, make: Callable, *arguments, memory_limit_bytes: int | None = None):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._connection, child_connection = context.Pipe()
         serve_arguments = (child_connection, os.getcwd(), memory_limit_bytes, make, arguments)
-        self._process = context.Process(target=_serve, args=serve_arguments)  # a daemon could not start workers itself
+        # a daemon could not start workers itself
+        self._process = context.Process(target=_serve, args=serve_arguments)
         self._process.start()
         atexit.register(self.close, wait_seconds=0)
         child_connection.close()
 
     def call(self, method: str, *arguments, limit_seconds: float | None = None, **keywords):
-        """Return what the object's method returns. If it raises, hangs or ends the process, close the worker and raise
-        WorkerError, or the method's ValueError."""
+        """Return what the object's method returns. If it raises, hangs or ends the process, close
+        the worker and raise WorkerError, or the method's ValueError."""
         try:
             self._connection.send((method, arguments, keywords))
             if not self._connection.poll(limit_seconds):
@@ -57,7 +61,9 @@ class WorkerProcess(AbstractContextManager):
             self.close()
             code = self._process.exitcode or 0
             if code == -signal.SIGKILL:
-                reason = "the process was killed by SIGKILL, as the system does when memory is short"
+                reason = (
+                    "the process was killed by SIGKILL, as the system does when memory is short"
+                )
                 raise WorkerError(OUT_OF_MEMORY, reason) from lost
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             raise WorkerError(FAILED, f"the process ended by {cause}") from lost
@@ -81,8 +87,11 @@ class WorkerProcess(AbstractContextManager):
         self.close()
 
 
-def _serve(connection: Connection, folder: str, limit: int | None, make: Callable, arguments: tuple) -> None:
-    """Run in the child: make the object at the first call, and answer calls until the parent closes the pipe."""
+def _serve(
+    connection: Connection, folder: str, limit: int | None, make: Callable, arguments: tuple
+) -> None:
+    """Run in the child: make the object at the first call, and answer calls until the parent
+    closes the pipe."""
     os.setsid()  # Ctrl-C interrupts the parent only
     os.chdir(folder)
     if limit is not None:  # RLIMIT_DATA counts private anonymous pages: the heap and large tensors
@@ -103,7 +112,8 @@ def _serve(connection: Connection, folder: str, limit: int | None, make: Callabl
 
 
 def _error_for_parent(error: Exception) -> Exception:
-    """Return the exception that the parent raises: a ValueError for a ValueError, else a WorkerError."""
+    """Return the exception that the parent raises: a ValueError for a ValueError, else a
+    WorkerError."""
     reason = first_line(error)
     if is_out_of_memory(error):
         return WorkerError(OUT_OF_MEMORY, reason)

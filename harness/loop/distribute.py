@@ -7,7 +7,9 @@ from harness.model import LanguageModel
 from harness.optim.optimizers import Optimizers
 
 
-def distribute(model: LanguageModel, optimizers: Optimizers, processes: ProcessGroup, *, shard: str) -> None:
+def distribute(
+    model: LanguageModel, optimizers: Optimizers, processes: ProcessGroup, *, shard: str
+) -> None:
     """Give the main process's weights to all processes, and each process its share of the work on
     parameters. ``shard`` is ``runtime.shard``."""
     if processes.world_size == 1:
@@ -31,6 +33,8 @@ def unsharded_parameters(model: LanguageModel) -> set[nn.Parameter]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = name.split(".")[:3] if name.startswith("layers.") else []
         units_of.setdefault(parameter, set()).add(".".join(unit))
-    tables = {getattr(sublayer, name) for _, sublayer in model.sublayers() for name in sublayer.tables}
+    tables = {
+        getattr(sublayer, name) for _, sublayer in model.sublayers() for name in sublayer.tables
+    }
     small = {p for p in units_of if p.ndim < 2 or not p.is_contiguous()}
     return tables | small | {p for p, units in units_of.items() if len(units) > 1}

@@ -1,4 +1,5 @@
-"""Preparation of a run: plan, corpus, model and initial weights. Into the run folder it writes only errors."""
+"""Preparation of a run: plan, corpus, model and initial weights. Into the run folder it writes
+only errors."""
 
 import dataclasses
 import json
@@ -32,12 +33,19 @@ from harness.record.rows import RECORD, read_accepted_rows
 
 SMALL_CORPUS = 100_000  # bytes of a user's file, below which a line warns
 WARM_UP_BYTES = 16  # largest segment of the warm-up step
-KEYS_THAT_MAY_DIFFER = ("dropout", "embedding_dropout", "embedding_std", "head_zero_init", "default_bytes")
+KEYS_THAT_MAY_DIFFER = (
+    "dropout",
+    "embedding_dropout",
+    "embedding_std",
+    "head_zero_init",
+    "default_bytes",
+)
 """Keys of ``model`` in which a run may differ from the run of ``init_from.run``."""
 
 
 def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) -> Run:
-    """Return the run of a configuration, checked and ready to train. ValueError for a user's mistake."""
+    """Return the run of a configuration, checked and ready to train. ValueError for a user's
+    mistake."""
     with processes.fail_together():
         plan = make_plan(cfg)
     display = Display(label=_label(plan) if processes.is_main else None)
@@ -53,14 +61,19 @@ def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGr
     with processes.fail_together():
         corpus = corpora.load(**plan.data)
     if plan.data["path"] and corpus.n_bytes < SMALL_CORPUS:
-        print(f"WARNING: data.path has only {corpus.n_bytes:,} bytes; scores of so few say little", file=sys.stderr)
+        print(
+            f"WARNING: data.path has only {corpus.n_bytes:,} bytes; scores of so few say little",
+            file=sys.stderr,
+        )
     common = {"command": command, "processes": processes, "display": display}
     run_folder = processes.on_main(lambda: _run_folder(plan, data_digest=corpus.sha256))
     if run_folder.summary:
         return Run(plan, run_folder, None, **common)
     display.phase("checking the mechanism")
     text = corpus.splits["train"]
-    plan = dataclasses.replace(plan, admission=processes.on_main(lambda: admission(plan, text=text)))
+    plan = dataclasses.replace(
+        plan, admission=processes.on_main(lambda: admission(plan, text=text))
+    )
     provenance = {"variant": plan.variant, "seed": plan.seed, "command": command}
     with record_errors(plan, run_folder, provenance, processes):
         with processes.fail_together():
@@ -93,22 +106,32 @@ def _label(plan: Plan) -> str | None:
 
 
 def make_plan(cfg: DictConfig) -> Plan:
-    """Return the plan of a configuration. ``auto`` is resolved in ``runtime.precision`` and ``runtime.compile``, and
-    in ``Plan.config`` as well, which identifies the run. ValueError names key, value and what is allowed."""
+    """Return the plan of a configuration. ``auto`` is resolved in ``runtime.precision`` and
+    ``runtime.compile``, and in ``Plan.config`` as well, which identifies the run. ValueError
+    names key, value and what is allowed."""
     plan = plan_run(cfg, sweeping=is_sweep())
     _check_name(plan, typed="variant.name" in typed_keys())
     resolved = resolve_auto(plan.runtime)
-    section = plan.config["runtime"] | {"precision": resolved.precision, "compile": resolved.compile}
+    section = plan.config["runtime"] | {
+        "precision": resolved.precision,
+        "compile": resolved.compile,
+    }
     return dataclasses.replace(plan, runtime=resolved, config=plan.config | {"runtime": section})
 
 
 def _check_name(plan: Plan, *, typed: bool) -> None:
-    """ValueError if a variant of the user has the name of a shipped one, with which tables would confuse it."""
+    """ValueError if a variant of the user has the name of a shipped one, with which tables would
+    confuse it."""
     targets = re.findall(r'"_target_": "([^"]*)"', json.dumps(plan.config["variant"]))
     ours = ("variants.", "harness.", "torch.optim.")
-    foreign = any(not target.startswith(ours) or target.endswith(".AnyModule") for target in targets)
+    foreign = any(
+        not target.startswith(ours) or target.endswith(".AnyModule") for target in targets
+    )
     if (foreign or typed) and (source.ROOT / "conf" / "variant" / f"{plan.variant}.yaml").exists():
-        raise ValueError(f"variant.name={plan.variant}: is the name of a shipped variant; allowed are other names")
+        raise ValueError(
+            f"variant.name={plan.variant}: is the name of a shipped variant; allowed are other "
+            "names"
+        )
 
 
 def _run_folder(plan: Plan, *, data_digest: str) -> folder.RunFolder:
@@ -125,18 +148,24 @@ def _run_folder(plan: Plan, *, data_digest: str) -> folder.RunFolder:
 
 
 def _warm_up(plan: Plan, corpus: corpora.Corpus, device_runtime: Runtime) -> None:
-    """Make one step on a few bytes, so that memory and time that libraries need only once do not count as the run's."""
-    batch = dataclasses.replace(plan.batch, streams=1, segment=min(plan.batch.segment, WARM_UP_BYTES), accumulate=1)
+    """Make one step on a few bytes, so that memory and time that libraries need only once do not
+    count as the run's."""
+    batch = dataclasses.replace(
+        plan.batch, streams=1, segment=min(plan.batch.segment, WARM_UP_BYTES), accumulate=1
+    )
     single_process = dataclasses.replace(device_runtime, compile=False, processes=SINGLE)
     Trainer(dataclasses.replace(plan, batch=batch), corpus, single_process).step()
 
 
 def initialise(trainer: Trainer) -> dict:
-    """Restore the weights of ``init_from.run``, for a new schedule, or everything, to train longer. Learning rates,
-    weight decays and clips are those of the present run. Returns ``Plan.pretrained``, and warns of another variant or
-    corpus. ValueError names the keys that differ."""
+    """Restore the weights of ``init_from.run``, for a new schedule, or everything, to train longer.
+    Learning rates, weight decays and clips are those of the present run. Returns
+    ``Plan.pretrained``, and warns of another variant or corpus. ValueError names the keys that
+    differ."""
     path, processes = trainer.plan.init_from.run, trainer.runtime.processes
-    content, provenance = processes.on_main(lambda: _read_initial(user_path(path, key="init_from.run")))
+    content, provenance = processes.on_main(
+        lambda: _read_initial(user_path(path, key="init_from.run"))
+    )
     with processes.fail_together():
         try:
             _restore_initial(trainer, content, provenance)
@@ -150,51 +179,80 @@ def initialise(trainer: Trainer) -> dict:
     pretrained["bytes_seen"] = content["spent"]["bytes"] + earlier.get("bytes_seen", 0)
     present = {"variant": trainer.plan.variant, "data": trainer.corpus.provenance()}
     if any(pretrained[name] != present[name] for name in present):
-        before, after = (f"{each['variant']} on {data_label(each['data'])}" for each in (pretrained, present))
-        print(f"WARNING: init_from.run={path}: trained {before}; this run trains {after}", file=sys.stderr)
+        before, after = (
+            f"{each['variant']} on {data_label(each['data'])}" for each in (pretrained, present)
+        )
+        print(
+            f"WARNING: init_from.run={path}: trained {before}; this run trains {after}",
+            file=sys.stderr,
+        )
     return pretrained
 
 
 def _read_initial(path: Path) -> tuple[dict, dict]:
     """Return the newest checkpoint of a run folder, and its provenance row."""
-    if checkpoint.newest(path) is None or path.is_symlink():  # the next command changes the link outputs/latest
-        raise ValueError(f"init_from.run={path}: must be a run folder that has a checkpoint, and not a link to one")
+    # the next command changes the link outputs/latest
+    if checkpoint.newest(path) is None or path.is_symlink():
+        raise ValueError(
+            f"init_from.run={path}: must be a run folder that has a checkpoint, and not a link to "
+            "one"
+        )
     provenance = read_provenance(path, key="init_from.run")
     return checkpoint.load_newest(path, identity_of(provenance)), provenance
 
 
 def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
     plan, optimizers = trainer.plan, trainer.optimizers
-    label, unit, restore = f"init_from.run={plan.init_from.run}", plan.budget.unit, plan.init_from.restore
+    label, unit, restore = (
+        f"init_from.run={plan.init_from.run}",
+        plan.budget.unit,
+        plan.init_from.restore,
+    )
     everything = restore == "everything"
     if everything and content["spent"][unit] >= plan.budget.amount:
         raise ValueError(
-            f"budget.{unit}={plan.budget.amount}: {label} has spent {content['spent'][unit]} already; "
-            f"allowed with init_from.restore=everything is more than {content['spent'][unit]}"
+            f"budget.{unit}={plan.budget.amount}: {label} has spent {content['spent'][unit]} "
+            "already; allowed with init_from.restore=everything is more than "
+            f"{content['spent'][unit]}"
         )
     if not everything:
         trainer.load_checkpoint(content, restore="weights")
-    present = {"config": plan.config, "data": {"sha256": trainer.corpus.sha256}, "optimizers": optimizers.describe()}
+    present = {
+        "config": plan.config,
+        "data": {"sha256": trainer.corpus.sha256},
+        "optimizers": optimizers.describe(),
+    }
     before, after = (_compared_keys(row, everything=everything) for row in (provenance, present))
     differing = [key for key in after | before if before.get(key) != after.get(key)]
     if differing:
-        differences = "; ".join(f"{key} was {before.get(key)}, is {after.get(key)}" for key in differing)
+        differences = "; ".join(
+            f"{key} was {before.get(key)}, is {after.get(key)}" for key in differing
+        )
         raise ValueError(f"{label}: must be equal with init_from.restore={restore}: {differences}")
     if everything:
         for name, optimizer in optimizers.optimizers.items():
-            content["optimizers"]["groups"][name]["param_groups"] = optimizer.state_dict()["param_groups"]
+            content["optimizers"]["groups"][name]["param_groups"] = optimizer.state_dict()[
+                "param_groups"
+            ]
         trainer.load_checkpoint(content, restore="everything")
         spent = trainer.state.spent
         trainer.state.validated = Validated(bytes=spent.bytes, fraction=trainer.fraction)
 
 
 def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:
-    """Return settings that must be equal, by key. ``everything`` adds those of data, batches and optimizers."""
+    """Return settings that must be equal, by key. ``everything`` adds those of data, batches and
+    optimizers."""
     config = row["config"]
-    compared = {f"model.{key}": config["model"][key] for key in config["model"] if key not in KEYS_THAT_MAY_DIFFER}
+    compared = {
+        f"model.{key}": config["model"][key]
+        for key in config["model"]
+        if key not in KEYS_THAT_MAY_DIFFER
+    }
     compared |= {f"position.{key}": setting for key, setting in config["position"].items()}
     if everything:
-        compared |= {f"batch.{key}": config["batch"][key] for key in ("streams", "segment", "carry")}
+        compared |= {
+            f"batch.{key}": config["batch"][key] for key in ("streams", "segment", "carry")
+        }
         compared["batch.order"] = config["batch"].get("order", "random")  # older rows lack it
         compared |= {"seed": config["seed"], "data.sha256": row["data"]["sha256"]}
         for group in row["optimizers"]:

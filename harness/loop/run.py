@@ -1,5 +1,6 @@
-"""Run: the work of one command in a run folder. It holds the folder's lock, the record and the signal handlers, decides
-when to validate and to save, and at the end writes the scores of the best weights and the summary."""
+"""Run: the work of one command in a run folder. It holds the folder's lock, the record and the
+signal handlers, decides when to validate and to save, and at the end writes the scores of the
+best weights and the summary."""
 
 import functools
 import math
@@ -24,21 +25,32 @@ from harness.loop.trainer import Trainer
 from harness.plan.build import Plan
 from harness.record import checkpoint
 from harness.record.cells import duration
-from harness.record.closing_table import bits, data_label, next_steps, print_closing_table, scored_splits
+from harness.record.closing_table import (
+    bits,
+    data_label,
+    next_steps,
+    print_closing_table,
+    scored_splits,
+)
 from harness.record.display import Display
 from harness.record.folder import RunFolder
 from harness.record.row import Provenance, RunOrigin, Score, Summary
 from harness.record.rows import CONFIG, RECORD, Record, read_rows, to_json, write_summary
 from harness.record.wandb_run import WandbRun
 
-WARM_UP_STEPS = 2  # steps before peak memory is measured; they compile and allocate the optimizers' state
+# steps before peak memory is measured; they compile and allocate the optimizers' state
+WARM_UP_STEPS = 2
 TRAINED_BYTES_PER_SCORED_BYTE = 10
-"""Bytes trained per byte scored in a validation. Not seconds, so that the selected weights do not depend on speed."""
+"""Bytes trained per byte scored in a validation. Not seconds, so that the selected weights do
+not depend on speed."""
 
 
 @contextmanager
-def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: ProcessGroup) -> Iterator[None]:
-    """Context that records errors in the run folder. An error for lack of memory names the keys to change."""
+def record_errors(
+    plan: Plan, folder: RunFolder, provenance: dict, processes: ProcessGroup
+) -> Iterator[None]:
+    """Context that records errors in the run folder. An error for lack of memory names the keys
+    to change."""
     with folder.record_failure(provenance) if processes.is_main else nullcontext():
         try:
             with refuse_exit(f"variant={plan.variant}"):
@@ -50,17 +62,19 @@ def record_errors(plan: Plan, folder: RunFolder, provenance: dict, processes: Pr
                 raise
             b, reason = plan.batch, first_line(error)[:200] or type(error).__name__
             out_of_memory = OutOfMemory(
-                f"out of memory ({reason}). Lower batch.streams={b.streams}, batch.segment={b.segment} or model.span="
-                f"{plan.model.span}, raise batch.accumulate={b.accumulate} (at most batch.streams), or set "
-                "runtime.checkpoint=layers; python -m bench.fit with the same overrides predicts what fits"
+                f"out of memory ({reason}). Lower batch.streams={b.streams}, "
+                f"batch.segment={b.segment} or model.span={plan.model.span}, raise "
+                f"batch.accumulate={b.accumulate} (at most batch.streams), or set "
+                "runtime.checkpoint=layers; python -m bench.fit with the same overrides predicts "
+                "what fits"
             )
             out_of_memory.already_printed = getattr(error, "already_printed", None)
             raise out_of_memory from error
 
 
 class Run:
-    """One run. If it has several processes, only the main one locks the folder and writes. ``trainer`` is None if an
-    earlier command has finished the run."""
+    """One run. If it has several processes, only the main one locks the folder and writes.
+    ``trainer`` is None if an earlier command has finished the run."""
 
     def __init__(
         self,
@@ -81,10 +95,12 @@ class Run:
         self._save_by_clock, self._steps_of_command = False, 0
 
     def return_finished(self) -> float | None:
-        """Print the scores of the run that an earlier command has finished, and return its bits per byte on valid."""
+        """Print the scores of the run that an earlier command has finished, and return its bits
+        per byte on valid."""
         self._display.stop()
         print(f"finished before: {self.folder.path} (force=true runs it again)")
-        if "WANDB_SWEEP_ID" in os.environ and self._is_main:  # a trial of W&B's agent, which needs a score
+        # a trial of W&B's agent, which needs a score
+        if "WANDB_SWEEP_ID" in os.environ and self._is_main:
             with self._wandb_run(self.folder.summary["data"]["name"], id=None) as trial:
                 trial.log_end(summary=self.folder.summary)
         if not self.plan.sweeping:
@@ -92,7 +108,8 @@ class Run:
         return self.folder.summary["valid_bits_per_byte"]
 
     def lock_folder(self) -> bool:
-        """Lock the run folder. Return False if another process has finished the run in the meantime."""
+        """Lock the run folder. Return False if another process has finished the run in the
+        meantime."""
         self.folder.summary, self.folder.checkpoint = self._processes.on_main(self.folder.lock)
         if self.folder.summary:
             self.folder.unlock()
@@ -100,7 +117,8 @@ class Run:
 
     @contextmanager
     def open_record(self) -> Iterator[None]:
-        """Context with an open record and W&B run, in which training continues from the newest checkpoint."""
+        """Context with an open record and W&B run, in which training continues from the newest
+        checkpoint."""
         plan, trainer = self.plan, self.trainer
         with ExitStack() as stack:
             stack.callback(self.folder.unlock)
@@ -111,7 +129,9 @@ class Run:
             task = f"resuming at {trainer.state.spent.bytes:,} bytes" if is_resumed else "training"
             device = f"{origin.device}, {trainer.backend}, {trainer.runtime.precision}"
             device += ", compiled" if trainer.runtime.compile else ""
-            self._display.print(f"{task}: {self.folder.path}  |  {data_label(origin.data)}  |  {device}")
+            self._display.print(
+                f"{task}: {self.folder.path}  |  {data_label(origin.data)}  |  {device}"
+            )
             self._processes.on_main(lambda: self._open_files(stack, origin, is_resumed))
             yield
 
@@ -121,7 +141,9 @@ class Run:
         config = to_json(plan.config)  # turns integer keys, which are layers, into text
         write_atomically(path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
         self._record = Record(path, rows=state.rows, sha256=state.sha256)
-        self._wandb = stack.enter_context(self._wandb_run(self.trainer.corpus.name, id=state.wandb_id))
+        self._wandb = stack.enter_context(
+            self._wandb_run(self.trainer.corpus.name, id=state.wandb_id)
+        )
         if is_resumed:
             self._wandb.resume(read_rows(path / RECORD))
         else:
@@ -129,8 +151,16 @@ class Run:
 
     def _wandb_run(self, corpus: str, *, id: str | None) -> WandbRun:
         plan, name = self.plan, self.folder.path.name
-        settings = vars(plan.record.wandb) | {"name": name, "tags": (*plan.record.wandb.tags, plan.variant, corpus)}
-        settings |= {"job_type": plan.purpose, "config": to_json(plan.config), "id": id, "sweeping": plan.sweeping}
+        settings = vars(plan.record.wandb) | {
+            "name": name,
+            "tags": (*plan.record.wandb.tags, plan.variant, corpus),
+        }
+        settings |= {
+            "job_type": plan.purpose,
+            "config": to_json(plan.config),
+            "id": id,
+            "sweeping": plan.sweeping,
+        }
         return WandbRun(self.folder.path, **settings)
 
     def _restore(self) -> bool:
@@ -145,7 +175,8 @@ class Run:
         return True
 
     def _read_checkpoint(self) -> dict:
-        """Read the newest checkpoint. The best weights are read as well, so that damage is reported before training."""
+        """Read the newest checkpoint. The best weights are read as well, so that damage is
+        reported before training."""
         content = checkpoint.load_newest(self.folder.path, vars(self.folder.identity))
         if content["best_bits"] < math.inf:
             checkpoint.load_best(self.folder.path, vars(self.folder.identity))
@@ -156,8 +187,8 @@ class Run:
         self._display.print(f"{self.folder.path.name}: {line}" if self.plan.sweeping else line)
 
     def append(self, row: object) -> None:
-        """Write a row to the record and to W&B. A train row is shown behind the bar. Without a bar it
-        is printed, at most every ``record.progress_seconds``."""
+        """Write a row to the record and to W&B. A train row is shown behind the bar. Without a bar
+        it is printed, at most every ``record.progress_seconds``."""
         if not self._is_main:
             return
         row = to_json(row)
@@ -179,12 +210,17 @@ class Run:
             )
 
     def step(self) -> None:
-        """Make one training step. Processes agree on stop signals, and on checkpoints by the main process's clock."""
+        """Make one training step. Processes agree on stop signals, and on checkpoints by the
+        main process's clock."""
         if self._steps_of_command == 0 and self.plan.runtime.compile:
             self._display.phase("compiling the model")
         self.trainer.step()
-        save_due = time.monotonic() - self._saved_at >= (self.plan.checkpoint.every_seconds or math.inf)
-        signals, saves_due = zip(*self._processes.all_gather((self.stop_signal.received_signal, save_due)), strict=True)
+        save_due = time.monotonic() - self._saved_at >= (
+            self.plan.checkpoint.every_seconds or math.inf
+        )
+        signals, saves_due = zip(
+            *self._processes.all_gather((self.stop_signal.received_signal, save_due)), strict=True
+        )
         self.stop_signal.shared_signal, self._save_by_clock = max(signals), saves_due[0]
         self._steps_of_command += 1
         self._display.advance(self.trainer.fraction)
@@ -192,25 +228,36 @@ class Run:
             self._peak_meter.reset()
 
     def validation_due(self) -> bool:
-        """Whether another ``eval.every`` of the budget is spent, and enough bytes since the last validation."""
+        """Whether another ``eval.every`` of the budget is spent, and enough bytes since the last
+        validation."""
         every, last, trainer = self.plan.eval.every, self.trainer.state.validated, self.trainer
         if every <= 0 or trainer.finished:
             return False
-        intervals, validated_intervals = (int(spent / every + 1e-9) for spent in (trainer.fraction, last.fraction))
+        intervals, validated_intervals = (
+            int(spent / every + 1e-9) for spent in (trainer.fraction, last.fraction)
+        )
         trained_bytes = trainer.state.spent.bytes - last.bytes
-        return intervals > validated_intervals and trained_bytes >= TRAINED_BYTES_PER_SCORED_BYTE * (last.size or 1)
+        return (
+            intervals > validated_intervals
+            and trained_bytes >= TRAINED_BYTES_PER_SCORED_BYTE * (last.size or 1)
+        )
 
     def validate(self) -> None:
-        """Score bytes of valid that no reported score includes, and save the weights if they are the best so far. All
-        validations score as many pairs as the first, so that they are comparable."""
+        """Score bytes of valid that no reported score includes, and save the weights if they are
+        the best so far. All validations score as many pairs as the first, so that they are
+        comparable."""
         trainer, state, split = self.trainer, self.trainer.state, self.trainer.selection_split()
         max_pairs = min(len(split), self.plan.eval.bytes or math.inf) - 1
         trained_bytes = state.spent.bytes - state.validated.bytes
-        size = state.validated.size or max(1, min(max_pairs, trained_bytes // TRAINED_BYTES_PER_SCORED_BYTE))
+        size = state.validated.size or max(
+            1, min(max_pairs, trained_bytes // TRAINED_BYTES_PER_SCORED_BYTE)
+        )
         self._display.phase("scoring a sample of valid")
         with self._outside_training_peak():
             score, answers = trainer.evaluate_sample(split, pairs=size)
-            state.validated = Validated(bytes=state.spent.bytes, fraction=trainer.fraction, size=size)
+            state.validated = Validated(
+                bytes=state.spent.bytes, fraction=trainer.fraction, size=size
+            )
             self.append(
                 Score(
                     kind="valid",
@@ -225,9 +272,12 @@ class Run:
                 f"     sample {_score_text(score.bits_per_byte)} after {state.spent.bytes:,} bytes "
                 f"({len(score.nats):,} bytes of valid)"
             )
-            # The first weights are saved even with a score of NaN, because the final scores need weights.
+            # The first weights are saved even with a score of NaN, because the final scores need
+            # weights.
             if score.bits_per_byte < state.best_bits or state.best_bits == math.inf:
-                state.best_bits = score.bits_per_byte if score.bits_per_byte < math.inf else math.inf
+                state.best_bits = (
+                    score.bits_per_byte if score.bits_per_byte < math.inf else math.inf
+                )
                 self._save_best()
 
     def _save_best(self) -> None:
@@ -249,21 +299,29 @@ class Run:
         return functools.reduce(Peak.maximum, self._processes.all_gather(peak, long_wait=True))
 
     def checkpoint_due(self) -> bool:
-        """Whether ``checkpoint.every_steps`` or ``checkpoint.every_seconds`` asks for a checkpoint."""
+        """Whether ``checkpoint.every_steps`` or ``checkpoint.every_seconds`` asks for a
+        checkpoint."""
         return (
-            self._save_by_clock or self.trainer.state.spent.steps % (self.plan.checkpoint.every_steps or math.inf) == 0
+            self._save_by_clock
+            or self.trainer.state.spent.steps % (self.plan.checkpoint.every_steps or math.inf) == 0
         )
 
     def save(self) -> None:
         """Save a checkpoint, with the number and digest of the rows written so far."""
-        with self._outside_training_peak() if self._steps_of_command >= WARM_UP_STEPS else nullcontext():
+        with (
+            self._outside_training_peak()
+            if self._steps_of_command >= WARM_UP_STEPS
+            else nullcontext()
+        ):
             state = self.trainer.state
             with self._processes.fail_together():
                 if self._is_main:
                     state.rows, state.sha256 = self._record.flush()
                     state.wandb_id = self._wandb.id
             self.trainer.check_weights()
-            content = state.to_checkpoint(self._processes) | {"identity": vars(self.folder.identity)}
+            content = state.to_checkpoint(self._processes) | {
+                "identity": vars(self.folder.identity)
+            }
             with self._processes.fail_together():
                 if self._is_main:
                     step, keep = state.spent.steps, self.plan.checkpoint.keep
@@ -273,15 +331,22 @@ class Run:
     def exit_by_signal(self) -> None:
         """Print the command that resumes the run, and exit with the signal's exit code."""
         command = "the same command without force=true" if self.plan.force else "the same command"
-        self.print(f"stopped at {self.trainer.state.spent.bytes:,} bytes; {command} resumes the run: {self.command}")
+        self.print(
+            f"stopped at {self.trainer.state.spent.bytes:,} bytes; {command} resumes the run: "
+            f"{self.command}"
+        )
         raise Stopped(128 + self.stop_signal.signal_number)
 
     def finish(self) -> dict:
-        """Validate once more, score the best weights on all of the final splits, and write the summary."""
+        """Validate once more, score the best weights on all of the final splits, and write the
+        summary."""
         trainer = self.trainer
         self.validate()
-        best = self._processes.on_main(lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity)))
-        trainer.load_checkpoint(best, restore="weights")  # before the costs, because FLOPs depend on the weights
+        best = self._processes.on_main(
+            lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity))
+        )
+        # before the costs, because FLOPs depend on the weights
+        trainer.load_checkpoint(best, restore="weights")
         self._display.phase("counting FLOPs")
         costs = summary.costs(trainer, peak=self._over_processes(trainer.state.peak))
         finals = []

@@ -1,4 +1,5 @@
-"""Scoring: cross-entropy of the bytes of a split, in streams with carried state or in windows without."""
+"""Scoring: cross-entropy of the bytes of a split, in streams with carried state or in windows
+without."""
 
 import functools
 import math
@@ -21,8 +22,10 @@ from harness.plan.settings import WINDOWS
 
 CUTS = 512  # in the scores of a split, by CausalityCheck
 MIN_CUTS = 64  # of a short run
-CUTS_SHARE = 0.05  # largest share of a run's time that goes into cuts, if these are more than ``MIN_CUTS``
-WINDOW_CUTS_SHARE = 1 / 8  # of the cuts, if windows are scored as well; a cut of a window costs twice a cut of a stream
+# largest share of a run's time that goes into cuts, if these are more than ``MIN_CUTS``
+CUTS_SHARE = 0.05
+# of the cuts, if windows are scored as well; a cut of a window costs twice a cut of a stream
+WINDOW_CUTS_SHARE = 1 / 8
 NOT_CAUSAL = "not causal"
 NOISE_FACTOR = 4.0
 MAX_NOISE_NATS = {"float32": 1e-4, "bfloat16": 0.02}
@@ -30,8 +33,10 @@ MAX_NOISE_NATS = {"float32": 1e-4, "bfloat16": 0.02}
 predictions."""
 MAX_ROUNDING = 10  # largest change that may count as rounding, as a multiple of the largest mean
 MAX_BITS_BELOW_FLOOR = 40
-"""Most bits by which a causal row's total may be below the corpus's floor. More has a probability of at most 2^-40."""
-_BATCH_KEY, _POSITION_KEY = 3, 4  # first keys of the hash, other than those of harness/data/streams.py
+"""Most bits by which a causal row's total may be below the corpus's floor. More has a
+probability of at most 2^-40."""
+# first keys of the hash, other than those of harness/data/streams.py
+_BATCH_KEY, _POSITION_KEY = 3, 4
 
 
 class Future(NamedTuple):
@@ -54,7 +59,10 @@ class Future(NamedTuple):
         if not rounding:
             return self.changed == 0
         max_mean = MAX_NOISE_NATS[precision]
-        return self.sum_nats <= max_mean * max(1, self.changed) and self.max_nats <= MAX_ROUNDING * max_mean
+        return (
+            self.sum_nats <= max_mean * max(1, self.changed)
+            and self.max_nats <= MAX_ROUNDING * max_mean
+        )
 
     def row(self) -> dict:
         """Return the keys of a row. Of the places at which a prediction could see later bytes, a
@@ -78,7 +86,8 @@ def not_causal(row: dict) -> str:
 class Score(NamedTuple):
     """The score of a split."""
 
-    nats: Tensor  # cross-entropy of each scored (input, target) pair in the split's order, float32 [pairs]
+    # cross-entropy of each scored (input, target) pair in the split's order, float32 [pairs]
+    nats: Tensor
     correct: Tensor  # whether the target is the likeliest byte, bool [pairs]
     stats: dict[str, dict[str, Tensor]]  # the sublayers' summed statistics
     future: Future = Future()  # of CausalityCheck
@@ -88,9 +97,13 @@ class Score(NamedTuple):
         return self.nats.double().sum().item() / math.log(2) / len(self.nats)
 
     def bits_by_label(self, masks: Mapping[str, Tensor]) -> dict[str, float | None]:
-        """Return the mean bits of the pairs where a mask, bool ``[pairs]``, is true; None if it is true nowhere."""
+        """Return the mean bits of the pairs where a mask, bool ``[pairs]``, is true; None if it
+        is true nowhere."""
         scores = {label: self._replace(nats=self.nats[mask]) for label, mask in masks.items()}
-        return {label: score.bits_per_byte if len(score.nats) else None for label, score in scores.items()}
+        return {
+            label: score.bits_per_byte if len(score.nats) else None
+            for label, score in scores.items()
+        }
 
     def answers(self, masks: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
         """Return the keys of a row for answers, whose masks are those of ``bits_by_label``: mean
@@ -111,7 +124,9 @@ def check_causality(
     future = functools.reduce(Future.__add__, (score.future for score in scores))
     rounding = any("rounding" in sublayer.limits for _, sublayer in model.sublayers())
     below = max(((floor or 0.0) - score.bits_per_byte) * len(score.nats) for score in scores)
-    return future, future.causal(precision=precision, rounding=rounding) and not below > MAX_BITS_BELOW_FLOOR
+    return future, future.causal(
+        precision=precision, rounding=rounding
+    ) and not below > MAX_BITS_BELOW_FLOOR
 
 
 def score_stream(
@@ -121,18 +136,28 @@ def score_stream(
     runtime: Runtime,
     streams: int,  # number of streams that read the split side by side
     segment: int,  # bytes of each stream in a forward pass
-    context: int = 0,  # bytes that a stream reads before its first scored byte; without ``pairs``: ``round_context``
-    pairs: int | None = None,  # number of pairs in a sample spread over the split; None scores each pair once
-    collect_stats: bool = False,  # sum statistics of sublayers, from the first batch in which all streams are scored
+    # bytes that a stream reads before its first scored byte; without ``pairs``: ``round_context``
+    context: int = 0,
+    # number of pairs in a sample spread over the split; None scores each pair once
+    pairs: int | None = None,
+    # sum statistics of sublayers, from the first batch in which all streams are scored
+    collect_stats: bool = False,
     future_seed: int | None = None,  # seed of a ``CausalityCheck``, or None for no check
     cuts: int = CUTS,  # of this check
 ) -> Score:
-    """Score pairs of ``split`` (uint8 ``[n]``) with carried state. Processes divide the streams; each returns all scores."""
+    """Score pairs of ``split`` (uint8 ``[n]``) with carried state. Processes divide the streams;
+    each returns all scores."""
     layout = {"streams": streams, "segment": segment, "shard": (shard := runtime.processes.shard)}
     if pairs is None:
-        context = round_context(context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment)
+        context = round_context(
+            context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment
+        )
     make = segments if pairs is None else partial(samples, pairs=pairs)
-    batches = make(split, context=context, **layout) if len(range(streams)[shard_slice(streams, shard)]) else ()
+    batches = (
+        make(split, context=context, **layout)
+        if len(range(streams)[shard_slice(streams, shard)])
+        else ()
+    )
     first = context // segment
     check = CausalityCheck(
         future_seed,
@@ -192,23 +217,35 @@ def _score_rows(
     """Return the score of batches of rows that are read without carried state."""
     rows = batch * runtime.processes.world_size
     vocabulary = model.head.out_features
-    check = CausalityCheck(future_seed, batches, rows=rows, vocabulary=vocabulary, cuts=cuts, runtime=runtime)
+    check = CausalityCheck(
+        future_seed, batches, rows=rows, vocabulary=vocabulary, cuts=cuts, runtime=runtime
+    )
     return _score(model, batches, runtime, carry=False, check=check, **options)
 
 
 def score_context(
-    model: LanguageModel, split: Tensor, *, runtime: Runtime, longest: int, segment: int, batch: int = 8
+    model: LanguageModel,
+    split: Tensor,
+    *,
+    runtime: Runtime,
+    longest: int,
+    segment: int,
+    batch: int = 8,
 ) -> list[dict]:
-    """Return ``{from_bytes, to_bytes, bits_per_byte}`` by the number of bytes before a target, in ranges 1, 2, 3-4, ...
-    Windows of ``longest`` pairs begin without state; segments of ``segment`` bytes are read with carried state."""
+    """Return ``{from_bytes, to_bytes, bits_per_byte}`` by the number of bytes before a target, in
+    ranges 1, 2, 3-4, ... Windows of ``longest`` pairs begin without state; segments of
+    ``segment`` bytes are read with carried state."""
     longest = min(longest, len(split) - 1)
     nats_sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
     for inputs, targets, mask in windows(split, window=longest, stride=longest, batch=batch):
-        pieces = zip(*(tensor.split(segment, dim=1) for tensor in (inputs, targets, mask)), strict=True)
+        pieces = zip(
+            *(tensor.split(segment, dim=1) for tensor in (inputs, targets, mask)), strict=True
+        )
         nats = torch.cat([nats for nats, *_ in _predictions(model, pieces, runtime)], dim=1)
         nats_sums += (nats * mask).double().sum(0)
         counts += mask.sum(0)
-    edges = [1, *(2**i + 1 for i in range((longest - 1).bit_length())), longest + 1]  # 1, 2, 3 to 4, 5 to 8, ...
+    # 1, 2, 3 to 4, 5 to 8, ...
+    edges = [1, *(2**i + 1 for i in range((longest - 1).bit_length())), longest + 1]
     curve = []
     for begin, end in pairwise(edges):
         total, count = (x[begin - 1 : end - 1].sum() for x in (nats_sums, counts))
@@ -218,8 +255,11 @@ def score_context(
     return curve
 
 
-def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, **options) -> Score:
-    """Return the score of all processes' streams or windows, in order. ``options`` are those of ``_predictions``."""
+def _score(
+    model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, **options
+) -> Score:
+    """Return the score of all processes' streams or windows, in order. ``options`` are those of
+    ``_predictions``."""
     predicted, masks, stats, processes = [], [], {}, runtime.processes
     predictions = _predictions(model, batches, runtime, carry=carry, **options)
     for nats, correct, mask, batch_stats in predictions:
@@ -229,7 +269,10 @@ def _score(model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: 
     dim = 1 if carry else 0  # batches continue the same streams, or have further windows
     scored = torch.cat(predicted, dim)[torch.cat(masks, dim)] if predicted else torch.empty(0, 2)
     if processes.world_size > 1:
-        stats = {name: {key: tensor.cpu() for key, tensor in tensors.items()} for name, tensors in stats.items()}
+        stats = {
+            name: {key: tensor.cpu() for key, tensor in tensors.items()}
+            for name, tensors in stats.items()
+        }
     stats = functools.reduce(add_stats, processes.all_gather(stats, long_wait=True))
     future = functools.reduce(Future.__add__, processes.all_gather(options["check"].result()))
     nats, correct = processes.concatenate(scored).unbind(1)
@@ -241,8 +284,8 @@ class CausalityCheck:
     precision. It draws distinct cuts, replaces all input bytes after each, and compares all
     predictions up to it.
 
-    On a device other than a CPU, or without ``runtime.deterministic``, equal inputs may give unequal
-    predictions. There each batch with
+    On a device other than a CPU, or without ``runtime.deterministic``, equal inputs may give
+    unequal predictions. There each batch with
     cuts is predicted again without a replaced byte, and changes up to ``NOISE_FACTOR`` times the
     largest that this makes are noise.
 
@@ -273,8 +316,11 @@ class CausalityCheck:
         draws = integer_hash(_BATCH_KEY, seed, passes) if scored and seed is not None else ()
         self.passes_of_batch = Counter(scored[int(draw) % len(scored)] for draw in draws)
 
-    def compare(self, batch: int, inputs: Tensor, mask: Tensor, nats: Tensor, predict: Callable) -> None:
-        """Compare ``nats [L, T]`` of a batch with those that ``predict`` returns if later bytes are replaced."""
+    def compare(
+        self, batch: int, inputs: Tensor, mask: Tensor, nats: Tensor, predict: Callable
+    ) -> None:
+        """Compare ``nats [L, T]`` of a batch with those that ``predict`` returns if later bytes
+        are replaced."""
         passes = min(self.passes_of_batch[batch], inputs.shape[1] - 1)
         if passes < 1:
             return
@@ -286,9 +332,14 @@ class CausalityCheck:
             draws = integer_hash(_POSITION_KEY, self.seed, batch, row, range(len(places)))
             chosen = places[draws.argsort()[:passes].tolist()]
             positions[: len(chosen), row] = chosen
-        byte, other_bytes = torch.arange(inputs.shape[1]), (inputs + self.vocabulary // 2) % self.vocabulary
+        byte, other_bytes = (
+            torch.arange(inputs.shape[1]),
+            (inputs + self.vocabulary // 2) % self.vocabulary,
+        )
         for at in positions[..., None]:
-            changes = (predict(torch.where(byte > at, other_bytes, inputs))[0] - nats).abs()[byte <= at]
+            changes = (predict(torch.where(byte > at, other_bytes, inputs))[0] - nats).abs()[
+                byte <= at
+            ]
             self.changes.append(changes[changes != 0])
             self.cuts += int((at >= 0).sum())
 

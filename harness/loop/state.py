@@ -119,13 +119,15 @@ def load_weights(model: LanguageModel, weights: dict[str, Tensor], *, source: st
     dtypes differ."""
     state = model.state_dict()
     expected, actual = (
-        {name: f"{tuple(tensor.shape)} of {tensor.dtype}" for name, tensor in each.items()} for each in (state, weights)
+        {name: f"{tuple(tensor.shape)} of {tensor.dtype}" for name, tensor in each.items()}
+        for each in (state, weights)
     )
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
             raise ValueError(
-                f"{source}: its model differs, {name} is {actual.get(name, 'absent')}, and this run "
-                f"needs {expected.get(name, 'none')}; allowed is a run of the same variant and sizes"
+                f"{source}: its model differs, {name} is {actual.get(name, 'absent')}, and this "
+                f"run needs {expected.get(name, 'none')}; allowed is a run of the same variant "
+                "and sizes"
             )
     if any(map(is_dtensor, state.values())):
         from harness.device.distributed_parameters import distribute_like  # late: slow to import

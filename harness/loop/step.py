@@ -1,4 +1,5 @@
-"""One training step: forward, loss, backward and the optimizers' update. ``Trainer`` makes it, and bench times it."""
+"""One training step: forward, loss, backward and the optimizers' update. ``Trainer`` makes it,
+and bench times it."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -60,7 +61,8 @@ def train_step(
         is_first = optimizers.found_inf is None
         if is_first:
             optimizers.gradient_bytes = gradient_bytes(optimizers.parameters.values())
-        with processes.fail_together() if is_first else nullcontext():  # an optimizer may refuse its parameters
+        # an optimizer may refuse its parameters
+        with processes.fail_together() if is_first else nullcontext():
             optimizers.step(fraction, loss=loss)
         optimizers.zero_grad()
         model.project_()

@@ -39,7 +39,8 @@ def origin(
     """Return what the reproduction of a row needs. ``measuring`` is true for rows of bench, whose
     ``source`` includes the code that measures. ``digests`` are ``config_hash`` and ``source``."""
     code = commit()
-    # Golden numbers pin only committed code. Rows without a version are pooled only if their source is equal.
+    # Golden numbers pin only committed code. Rows without a version are pooled only if their source
+    # is equal.
     pinned = not plan.trust and not str(code).endswith("-dirty")
     version = plan.config["variant"].get("numerics") if pinned else None
     return Origin(
@@ -169,9 +170,13 @@ def _cuts(trainer: Trainer, n_bytes: int) -> tuple[int, int]:
 
 
 def compressors(trainer: Trainer) -> dict[str, dict[str, float]]:
-    """Return bits per byte of each final split under compressors, and by counts of as many bytes as the model read."""
+    """Return bits per byte of each final split under compressors, and by counts of as many bytes
+    as the model read."""
     counted = trainer.corpus.splits["train"][: trainer.state.spent.bytes]
-    return {name: compressed_bits(trainer.reported_split(name), train=counted) for name in trainer.splits}
+    return {
+        name: compressed_bits(trainer.reported_split(name), train=counted)
+        for name in trainer.splits
+    }
 
 
 def parameters(model: LanguageModel) -> Parameters:

@@ -53,14 +53,16 @@ class Trainer:
         self._steps_run_ahead = runtime.is_asynchronous and not self._budget_in_seconds
         self._batches_on_device: dict[int, tuple[Tensor, Tensor]] = {}  # by step
         self._losses_on_device: list[Tensor] = []  # of steps since the last train row
-        # Steps that may have diverged: the function that reads whether one did, its index and learning rate.
+        # Steps that may have diverged: the function that reads whether one did, its index and
+        # learning rate.
         self._unchecked_steps: deque[tuple[Callable[[], float], int, float]] = deque()
         for split in self.splits:
             score_ranges(len(self.reported_split(split)) - 1, plan.eval.streams)
         self.selection_split()
         if processes.world_size > 1:
             self._check_division()
-            seeds.seed_rank(plan.seed, step=0, rank=processes.rank)  # from here on only dropout draws numbers
+            # from here on only dropout draws numbers
+            seeds.seed_rank(plan.seed, step=0, rank=processes.rank)
 
     @property
     def backend(self) -> str:
@@ -69,7 +71,8 @@ class Trainer:
 
     @property
     def evaluation_backend(self) -> str:
-        """The code that computes attention in scoring; without dropout a faster one may be possible."""
+        """The code that computes attention in scoring; without dropout a faster one may be
+        possible."""
         return backend_of(self.model, self.runtime, training=False)
 
     @property
@@ -83,14 +86,16 @@ class Trainer:
         return self.plan.budget.done(self.state.spent)
 
     def step(self) -> None:
-        """Make one step. While the device computes it, raise Diverged if the previous step was not finite."""
+        """Make one step. While the device computes it, raise Diverged if the previous step was
+        not finite."""
         began = time.perf_counter()
         state, budget = self.state, self.plan.budget
         index = state.spent.steps
         flops = self._step_flops(index)
         inputs, targets = self._batches_on_device.get(index) or self._send(index)
         self._batches_on_device = {index + 1: self._send(index + 1)}
-        # The learning rate is that of the middle of the step, so that neither the first nor the last is 0.
+        # The learning rate is that of the middle of the step, so that neither the first nor the
+        # last is 0.
         end = state.spent + state.last_step
         middle = (budget.fraction(state.spent) + budget.fraction(end)) / 2
         with compile_clock(compiled=self.runtime.compile) as compiling:
@@ -104,8 +109,12 @@ class Trainer:
                 fraction=middle,
                 accumulate=self.plan.batch.accumulate,
             )
-        self._learning_rate = self.optimizers.lr * self.optimizers.schedule.factor(middle, step=index)
-        self._unchecked_steps.append((self.runtime.to_host(self.optimizers.found_inf), index, self._learning_rate))
+        self._learning_rate = self.optimizers.lr * self.optimizers.schedule.factor(
+            middle, step=index
+        )
+        self._unchecked_steps.append(
+            (self.runtime.to_host(self.optimizers.found_inf), index, self._learning_rate)
+        )
         self._check_steps(skip_last=1)
         state.carried = carried if self.plan.batch.carry else None
         if self._budget_in_seconds:
@@ -124,20 +133,24 @@ class Trainer:
         return self.runtime.to_device(*self.stream.batch(step, shard=self.runtime.processes.shard))
 
     def _step_flops(self, step: int) -> int:
-        """Return the training FLOPs of a step, at its number of carried bytes and with the present spans."""
-        needed = self.model.needed_flops(self.stream.segment, carried=self.stream.carried_bytes(step))
+        """Return the training FLOPs of a step, at its number of carried bytes and with the
+        present spans."""
+        needed = self.model.needed_flops(
+            self.stream.segment, carried=self.stream.carried_bytes(step)
+        )
         return round(needed.training * self.stream.bytes_per_step)
 
     def _check_steps(self, *, skip_last: int = 0) -> None:
-        """Raise Diverged for the first step whose loss or gradient was not finite. The optimizers have skipped its
-        update and all later ones. The last ``skip_last`` steps are not read, because that would wait for the device."""
+        """Raise Diverged for the first step whose loss or gradient was not finite. The optimizers
+        have skipped its update and all later ones. The last ``skip_last`` steps are not read,
+        because that would wait for the device."""
         while len(self._unchecked_steps) > skip_last:
             has_diverged, index, learning_rate = self._unchecked_steps.popleft()
             if has_diverged():
                 self._unchecked_steps.clear()
                 self._diverge(
-                    f"step {index + 1:,} diverged at a learning rate of {learning_rate:.3g}: its loss or a gradient is "
-                    "not finite. The weights are those from before this step"
+                    f"step {index + 1:,} diverged at a learning rate of {learning_rate:.3g}: its "
+                    "loss or a gradient is not finite. The weights are those from before this step"
                 )
 
     def check_weights(self) -> None:
@@ -151,7 +164,9 @@ class Trainer:
             nonfinite = distributed.reduce_shards(nonfinite, operation="max")
         for name, is_nonfinite in zip(parameters, nonfinite.tolist(), strict=True):
             if is_nonfinite:
-                self._diverge(f"an update left the parameter {name} with numbers that are not finite")
+                self._diverge(
+                    f"an update left the parameter {name} with numbers that are not finite"
+                )
 
     def _diverge(self, message: str) -> None:
         """Raise Diverged in all processes; the main process prints it."""
@@ -161,7 +176,8 @@ class Trainer:
                 raise Diverged(f"{message}. Lower optim.lr={self.optimizers.lr:g}{clip}")
 
     def wait(self) -> None:
-        """Wait for the device, add the waiting time to ``spent``, and read the losses of finished steps."""
+        """Wait for the device, add the waiting time to ``spent``, and read the losses of
+        finished steps."""
         if not self._losses_on_device:
             return
         if self._steps_run_ahead:
@@ -174,12 +190,16 @@ class Trainer:
         self._losses_on_device = []
 
     def progress(self) -> dict:
-        """Return the keys of a row that describe progress: bytes, steps, FLOPs and seconds of training so far."""
+        """Return the keys of a row that describe progress: bytes, steps, FLOPs and seconds of
+        training so far."""
         self.wait()
         spent, train_bytes = self.state.spent, len(self.corpus.splits["train"])
         row = {"bytes_seen": spent.bytes, "step": spent.steps, "epochs": spent.bytes / train_bytes}
         row |= {} if self._budget_in_seconds else {"fraction": self.fraction}
-        clock = {"seconds": spent.seconds, "bytes_per_second": spent.bytes / max(spent.seconds, 1e-9)}
+        clock = {
+            "seconds": spent.seconds,
+            "bytes_per_second": spent.bytes / max(spent.seconds, 1e-9),
+        }
         clock |= {"compile_seconds": self.state.compile_seconds}
         return row | {"training_flops": spent.flops, "clock": clock}
 
@@ -244,13 +264,15 @@ class Trainer:
         return self.corpus.scored_part(split, selection_bytes=e.selection_bytes, limit=e.bytes)
 
     def selection_split(self) -> Tensor:
-        """Return the token ids of valid that select the best weights. ValueError if there are fewer than two."""
+        """Return the token ids of valid that select the best weights. ValueError if there are
+        fewer than two."""
         selection_bytes, valid = self.plan.eval.selection_bytes, self.corpus.splits["valid"]
         split = self.corpus.selection_part(selection_bytes)
         if len(split) < 2:
             raise ValueError(
-                f"eval.selection_bytes={selection_bytes}: leaves {len(split)} of the {len(valid)} bytes of valid for "
-                "selecting weights; allowed are 2 or more, or null, with at least 4 bytes of valid"
+                f"eval.selection_bytes={selection_bytes}: leaves {len(split)} of the {len(valid)} "
+                "bytes of valid for selecting weights; allowed are 2 or more, or null, with at "
+                "least 4 bytes of valid"
             )
         return split
 
@@ -261,22 +283,32 @@ class Trainer:
             allowed = f"allowed are multiples of {n_processes}"
             raise ValueError(f"batch.streams={b.streams}: with {n_processes} processes, {allowed}")
         if b.accumulate > b.streams // n_processes:
-            share = f"each of {n_processes} processes has {b.streams // n_processes} of batch.streams={b.streams}"
-            raise ValueError(f"batch.accumulate={b.accumulate}: {share}; allowed is at most {b.streams // n_processes}")
+            share = (
+                f"each of {n_processes} processes has {b.streams // n_processes} of "
+                f"batch.streams={b.streams}"
+            )
+            raise ValueError(
+                f"batch.accumulate={b.accumulate}: {share}; allowed is at most "
+                f"{b.streams // n_processes}"
+            )
         for name, optimizer in self.optimizers.optimizers.items():
             if self.plan.runtime.shard == "full" and not isinstance(optimizer, SHARDABLE):
                 raise ValueError(
-                    f"runtime.shard=full: {type(optimizer).__name__}, the optimizer of {name}, may need unsharded "
-                    "parameters; allowed is runtime.shard=none, or an optimizer of "
+                    f"runtime.shard=full: {type(optimizer).__name__}, the optimizer of {name}, "
+                    "may need unsharded parameters; allowed is runtime.shard=none, or an "
+                    "optimizer of "
                     f"{', '.join(optimizer_class.__name__ for optimizer_class in SHARDABLE)}"
                 )
         for name, sublayer in self.model.sublayers():
-            norms = [m for m in sublayer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+            norms = [
+                m for m in sublayer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
+            ]
             if norms or "streams_apart" in sublayer.limits:
                 cause = type(norms[0]).__name__ if norms else "streams that influence each other"
                 raise ValueError(
-                    f"variant={self.plan.variant}: {name} has {cause}, and each of {n_processes} processes sees only a "
-                    "part of the batch; allowed are one process, or a norm of each byte, such as LayerNorm"
+                    f"variant={self.plan.variant}: {name} has {cause}, and each of {n_processes} "
+                    "processes sees only a part of the batch; allowed are one process, or a norm "
+                    "of each byte, such as LayerNorm"
                 )
 
     def load_checkpoint(self, content: dict, *, restore: str = "run") -> None:
@@ -292,9 +324,16 @@ class Trainer:
 
 
 def backend_of(model: LanguageModel, runtime: Runtime, *, training: bool = True) -> str:
-    """Return the name of the code that sublayers run. ValueError if they cannot run ``runtime.backend``."""
-    backends = {sublayer.backend(runtime.device, training=training) for _, sublayer in model.sublayers()}
+    """Return the name of the code that sublayers run. ValueError if they cannot run
+    ``runtime.backend``."""
+    backends = {
+        sublayer.backend(runtime.device, training=training) for _, sublayer in model.sublayers()
+    }
     name = "+".join(sorted(backends - {"plain"} or backends))
     if not runtime.compile:
         return name
-    return f"{name}, compiled" if runtime.forward(model).fully_compiled else f"{name}, compiled in part"
+    return (
+        f"{name}, compiled"
+        if runtime.forward(model).fully_compiled
+        else f"{name}, compiled in part"
+    )

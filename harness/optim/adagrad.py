@@ -1,10 +1,12 @@
-"""Adagrad that clips the gradient norm of each tensor, as in the adaptive-span paper (arXiv 1905.07799, experiments).
+"""Adagrad that clips the gradient norm of each tensor, as in the adaptive-span paper (arXiv
+1905.07799, experiments).
 
     A <- A + g^2                                             with the gradient before clipping
-    w <- w - lr min(1, clip / |g|) g / (sqrt(A) + eps)       |g| is the norm of one tensor's gradient
+    w <- w - lr min(1, clip / |g|) g / (sqrt(A) + eps)   |g| is the norm of one tensor's gradient
 
-The paper's text clips each module, its code each tensor. Only the update is clipped. ``clip_grad_norm_`` would also
-clip the gradients in A: the division by sqrt(A) would then cancel most of its effect."""
+The paper's text clips each module, its code each tensor. Only the update is clipped.
+``clip_grad_norm_`` would also clip the gradients in A: the division by sqrt(A) would then cancel
+most of its effect."""
 
 from typing import Annotated
 
@@ -15,10 +17,12 @@ from torch.optim import Optimizer
 
 
 class ClippedAdagrad(Optimizer):
-    """Adagrad with gradient norms clipped to ``clip`` per tensor (None: not clipped), and ``eps`` outside of the root.
-    A sparse gradient updates only the rows that it has."""
+    """Adagrad with gradient norms clipped to ``clip`` per tensor (None: not clipped), and ``eps``
+    outside of the root. A sparse gradient updates only the rows that it has."""
 
-    def __init__(self, params, *, lr: float, clip: Annotated[float, Gt(0)] | None = None, eps: float = 1e-10):
+    def __init__(
+        self, params, *, lr: float, clip: Annotated[float, Gt(0)] | None = None, eps: float = 1e-10
+    ):
         super().__init__(params, {"lr": lr, "clip": clip, "eps": eps})
         self._step_supports_amp_scaling = True  # see optimizers.py
         self.sharded_parameters = None
@@ -49,8 +53,11 @@ class ClippedAdagrad(Optimizer):
                     update.mul_(self._clip_factor(parameter, gradient, group["clip"]))
                     parameter.index_add_(0, rows, update, alpha=-group["lr"])
 
-    def _clip_factor(self, parameter: Tensor, gradient: Tensor, clip: float | None) -> Tensor | float:
-        """``min(1, clip / norm)``, computed on the device. The norm of a sharded parameter is over all processes."""
+    def _clip_factor(
+        self, parameter: Tensor, gradient: Tensor, clip: float | None
+    ) -> Tensor | float:
+        """``min(1, clip / norm)``, computed on the device. The norm of a sharded parameter is
+        over all processes."""
         if clip is None:
             return 1.0
         norm = torch.linalg.vector_norm(gradient)

@@ -1,5 +1,5 @@
-"""Budget and learning-rate schedule of a run. The schedule is a function of the spent fraction of the budget, so that
-it is the same for every unit of the budget."""
+"""Budget and learning-rate schedule of a run. The schedule is a function of the spent fraction of
+the budget, so that it is the same for every unit of the budget."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ Fraction = Annotated[float, Interval(ge=0, le=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What a run has spent: bytes predicted, seconds of training steps, optimizer steps, and FLOPs needed."""
+    """What a run has spent: bytes predicted, seconds of training steps, optimizer steps, and
+    FLOPs needed."""
 
     bytes: int = 0
     seconds: float = 0.0
@@ -26,7 +27,8 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """An amount of one unit, by default ``model.default_bytes`` of the configuration. ValueError for two amounts."""
+    """An amount of one unit, by default ``model.default_bytes`` of the configuration. ValueError
+    for two amounts."""
 
     bytes: Annotated[int, Gt(0)] | None = None
     seconds: Annotated[float, Gt(0)] | None = None
@@ -35,10 +37,15 @@ class Budget:
     default_bytes: int = 0
 
     def __post_init__(self):
-        amounts = [f"budget.{unit}={amount}" for unit in UNITS if (amount := getattr(self, unit)) is not None]
+        amounts = [
+            f"budget.{unit}={amount}"
+            for unit in UNITS
+            if (amount := getattr(self, unit)) is not None
+        ]
         if len(amounts) > 1:
             raise ValueError(
-                f"{', '.join(amounts)}: at most one of budget.{' | '.join(UNITS)} may be set; set the others to null"
+                f"{', '.join(amounts)}: at most one of budget.{' | '.join(UNITS)} may be set; set "
+                "the others to null"
             )
 
     @property
@@ -60,21 +67,30 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The learning rate as a factor of its peak: a linear warm-up times a decay. Of two warm-ups the lower applies."""
+    """The learning rate as a factor of its peak: a linear warm-up times a decay. Of two warm-ups
+    the lower applies."""
 
-    warmup_fraction: Fraction = 0.0  # of the budget, over which the factor rises from 0; 0 for no such warm-up
-    warmup_steps: Annotated[int, Ge(0)] = 0  # over which it rises from ``1 / warmup_steps``; 0 for no such warm-up
+    # of the budget, over which the factor rises from 0; 0 for no such warm-up
+    warmup_fraction: Fraction = 0.0
+    # over which it rises from ``1 / warmup_steps``; 0 for no such warm-up
+    warmup_steps: Annotated[int, Ge(0)] = 0
     decay: Literal["linear", "cosine", "constant"] = "constant"
-    decay_fraction: Fraction = 1.0  # last fraction of the budget, over which the factor falls from 1
+    # last fraction of the budget, over which the factor falls from 1
+    decay_fraction: Fraction = 1.0
     floor: Fraction = 0.0  # the factor at the end of the decay
 
     def factor(self, fraction: float, *, step: int) -> float:
-        """The factor for optimizer step ``step``, counted from 0, at this spent ``fraction`` of the budget."""
+        """The factor for optimizer step ``step``, counted from 0, at this spent ``fraction`` of
+        the budget."""
         by_fraction = fraction / self.warmup_fraction if self.warmup_fraction else 1.0
         by_steps = (step + 1) / self.warmup_steps if self.warmup_steps else 1.0
         warmup = min(1.0, by_fraction, by_steps)
         if self.decay == "constant" or not self.decay_fraction:
             return warmup
-        progress = min(1.0, max(0.0, (fraction - (1.0 - self.decay_fraction)) / self.decay_fraction))
-        decay = 1.0 - progress if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        progress = min(
+            1.0, max(0.0, (fraction - (1.0 - self.decay_fraction)) / self.decay_fraction)
+        )
+        decay = (
+            1.0 - progress if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        )
         return warmup * (self.floor + (1.0 - self.floor) * decay)

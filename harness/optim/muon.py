@@ -2,12 +2,12 @@
 
     M <- mu M + (1 - mu) G                       momentum
     U <- (1 - mu) G + mu M                       Nesterov
-    O <- orthogonalize(U)                        approximately Q R^T of the singular value decomposition U = Q S R^T
+    O <- orthogonalize(U)   approximately Q R^T of the singular value decomposition U = Q S R^T
     W <- (1 - lr wd) W - lr max(1, rows / columns)^0.5 O
 
-Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. The update is that of
-``torch.optim.Muon`` with ``adjust_lr_fn="original"``. torch updates one matrix at a time, which is mostly overhead for
-small matrices; this file batches matrices of equal shape."""
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. The update is that
+of ``torch.optim.Muon`` with ``adjust_lr_fn="original"``. torch updates one matrix at a time, which
+is mostly overhead for small matrices; this file batches matrices of equal shape."""
 
 from collections import defaultdict
 from typing import Annotated, Literal
@@ -21,9 +21,10 @@ ITERATIONS = 5
 
 
 def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Matrices ``[n, rows, columns]`` with the same singular vectors, and singular values near 1. Computes five
-    Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X from X = U / |U|_F, with products in ``dtype``. A
-    singular value of at least 0.002 |U|_F ends between 0.68 and 1.21, a smaller one between 0 and 0.87."""
+    """Matrices ``[n, rows, columns]`` with the same singular vectors, and singular values near 1.
+    Computes five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X from X = U / |U|_F,
+    with products in ``dtype``. A singular value of at least 0.002 |U|_F ends between 0.68 and
+    1.21, a smaller one between 0 and 0.87."""
     a, b, c = COEFFICIENTS
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if is_tall else matrices
@@ -37,9 +38,9 @@ def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
-    """The dtype of the products for parameters with the dtype and device of ``like``. With ``precision="auto"``:
-    float64 for float64 parameters; for others bfloat16 on CUDA and on CPUs with AMX, whose matrix units make it 2.5
-    times as fast, and float32 elsewhere."""
+    """The dtype of the products for parameters with the dtype and device of ``like``. With
+    ``precision="auto"``: float64 for float64 parameters; for others bfloat16 on CUDA and on CPUs
+    with AMX, whose matrix units make it 2.5 times as fast, and float32 elsewhere."""
     if precision != "auto":
         return getattr(torch, precision)
     if like.dtype != torch.float64 and (like.is_cuda or (like.device.type == "cpu" and _has_amx())):
@@ -54,7 +55,8 @@ def _has_amx() -> bool:
 
 class Muon(torch.optim.Optimizer):
     """Muon for 2-D parameters. ``momentum`` is mu, and ``weight_decay`` is wd. The factor
-    ``max(1, rows / columns) ** 0.5`` is not part of ``lr``. ``precision`` is that of ``product_dtype``."""
+    ``max(1, rows / columns) ** 0.5`` is not part of ``lr``. ``precision`` is that of
+    ``product_dtype``."""
 
     def __init__(
         self,
@@ -65,57 +67,85 @@ class Muon(torch.optim.Optimizer):
         weight_decay: Annotated[float, Ge(0)] = 0.0,
         precision: Literal["auto", "float32", "bfloat16"] = "auto",
     ):
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "precision": precision}
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "precision": precision,
+        }
         super().__init__(params, defaults)
         self._step_supports_amp_scaling = True  # see optimizers.py
         self.sharded_parameters = None
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.ndim != 2:
-                raise ValueError(f"Muon: requires matrices, but a parameter has shape {tuple(parameter.shape)}")
+                raise ValueError(
+                    f"Muon: requires matrices, but a parameter has shape {tuple(parameter.shape)}"
+                )
 
     @property
     def products(self) -> list[str]:
         """Names of the dtypes of all parameters' products."""
-        dtypes = {product_dtype(group["precision"], like=p) for group in self.param_groups for p in group["params"]}
+        dtypes = {
+            product_dtype(group["precision"], like=p)
+            for group in self.param_groups
+            for p in group["params"]
+        }
         return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every parameter that has a gradient, unless ``found_inf`` is 1. If each process has some rows of every
-        matrix, the matrices are gathered, and each process computes all products."""
+        """Update every parameter that has a gradient, unless ``found_inf`` is 1. If each process
+        has some rows of every matrix, the matrices are gathered, and each process computes all
+        products."""
         sharded = self.sharded_parameters.dtensors if self.sharded_parameters else {}
         for group in self.param_groups:
             batches = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     shape = sharded.get(parameter, parameter).shape
-                    batches[shape, parameter in sharded, parameter.dtype, parameter.device].append(parameter)
+                    batches[shape, parameter in sharded, parameter.dtype, parameter.device].append(
+                        parameter
+                    )
             for (shape, is_sharded, *_), parameters in batches.items():
                 self._update(parameters, shape, is_sharded, group)
 
-    def _update(self, parameters: list[Tensor], shape: tuple[int, int], is_sharded: bool, group: dict) -> None:
-        """Update parameters with a full ``shape`` together. If ``is_sharded``, this process has some rows of each."""
+    def _update(
+        self, parameters: list[Tensor], shape: tuple[int, int], is_sharded: bool, group: dict
+    ) -> None:
+        """Update parameters with a full ``shape`` together. If ``is_sharded``, this process has
+        some rows of each."""
         lr, momentum = group["lr"], group["momentum"]
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
         gradients = [parameter.grad for parameter in parameters]
-        # All steps below are computed even if the update is skipped, because the host does not wait for found_inf.
+        # All steps below are computed even if the update is skipped, because the host does not wait
+        # for found_inf.
         is_skipped = getattr(self, "found_inf", torch.zeros((), device=gradients[0].device)).bool()
         for buffer, gradient in zip(buffers, gradients, strict=True):
-            torch.where(is_skipped, buffer, gradient, out=gradient)  # if skipped, the momentum stays as it is
+            # if skipped, the momentum stays as it is
+            torch.where(is_skipped, buffer, gradient, out=gradient)
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         directions = torch._foreach_lerp(gradients, buffers, momentum)
         if is_sharded:
             pairs = zip(parameters, directions, strict=True)
             directions = [self.sharded_parameters.to_dtensor(*pair).full_tensor() for pair in pairs]
         dtype = product_dtype(group["precision"], like=parameters[0])
-        updates = orthogonalize(torch.stack(directions), dtype=dtype).masked_fill_(is_skipped, 0.0).unbind()
+        updates = (
+            orthogonalize(torch.stack(directions), dtype=dtype)
+            .masked_fill_(is_skipped, 0.0)
+            .unbind()
+        )
         if is_sharded:
-            updates = [self.sharded_parameters.to_shard(*pair) for pair in zip(parameters, updates, strict=True)]
+            updates = [
+                self.sharded_parameters.to_shard(*pair)
+                for pair in zip(parameters, updates, strict=True)
+            ]
         if group["weight_decay"]:
-            decay = torch.full_like(is_skipped, 1 - lr * group["weight_decay"], dtype=updates[0].dtype)
+            decay = torch.full_like(
+                is_skipped, 1 - lr * group["weight_decay"], dtype=updates[0].dtype
+            )
             torch._foreach_mul_(parameters, decay.masked_fill_(is_skipped, 1.0))
         rows, columns = shape
         torch._foreach_add_(parameters, list(updates), alpha=-lr * max(1.0, rows / columns) ** 0.5)

@@ -1,8 +1,9 @@
-"""Optimizers of a run. The learning rate of a group is optim.lr * lr_scale * schedule(spent fraction of the budget),
-without the last factor for groups with ``schedule: constant``. An update is skipped if the loss or a gradient is not
-finite. The device decides this, so that the host need not wait: torch's fused optimizers, made for
-``torch.amp.GradScaler``, change nothing if their attribute ``found_inf`` is 1. They have an attribute
-``_step_supports_amp_scaling``, and so have ours. For optimizers without it, the host waits."""
+"""Optimizers of a run. The learning rate of a group is optim.lr * lr_scale * schedule(spent
+fraction of the budget), without the last factor for groups with ``schedule: constant``. An update
+is skipped if the loss or a gradient is not finite. The device decides this, so that the host need
+not wait: torch's fused optimizers, made for ``torch.amp.GradScaler``, change nothing if their
+attribute ``found_inf`` is 1. They have an attribute ``_step_supports_amp_scaling``, and so have
+ours. For optimizers without it, the host waits."""
 
 from collections.abc import Set
 
@@ -14,23 +15,39 @@ from harness.optim.budget import Schedule
 from harness.optim.muon import Muon
 from harness.optim.parameter_groups import Group
 
-SHARDABLE = (Muon, ClippedAdagrad, torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)
-SHARDABLE += (torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.SGD, torch.optim.SparseAdam)
-"""Optimizers that can update a parameter of which a process has some rows: elementwise ones, and those that use
-``sharded_parameters``."""
+SHARDABLE = (
+    Muon,
+    ClippedAdagrad,
+    torch.optim.Adam,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+)
+SHARDABLE += (
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.SGD,
+    torch.optim.SparseAdam,
+)
+"""Optimizers that can update a parameter of which a process has some rows: elementwise ones, and
+those that use ``sharded_parameters``."""
 
 
 class Optimizers:
-    """All optimizers of a run, one for each parameter group, stepped together. On the device, ``found_inf`` is 1 after
-    an update was skipped, else 0; it is None before the first step. It stays 1, so that all later updates are skipped,
-    and the host can still read the last finite weights.
+    """All optimizers of a run, one for each parameter group, stepped together. On the device,
+    ``found_inf`` is 1 after an update was skipped, else 0; it is None before the first step. It
+    stays 1, so that all later updates are skipped, and the host can still read the last finite
+    weights.
 
     Args:
         lr, schedule: the peak learning rate of a group with ``lr_scale`` 1, and its schedule.
-        clip: maximum norm of the dense gradients of all groups without a clip of their own, taken together, and of the
-            sparse gradients of each of these groups; None for no clipping."""
+        clip: maximum norm of the dense gradients of all groups without a clip of their own, taken
+            together, and of the sparse gradients of each of these groups; None for no clipping."""
 
-    def __init__(self, groups: list[Group], *, lr: float, schedule: Schedule, clip: float | None = None):
+    def __init__(
+        self, groups: list[Group], *, lr: float, schedule: Schedule, clip: float | None = None
+    ):
         self.groups = {group.name: group for group in groups}
         self.lr, self.schedule, self.clip, self.steps = lr, schedule, clip, 0
         self.found_inf: Tensor | None = None
@@ -40,12 +57,18 @@ class Optimizers:
         self.optimizers = {group.name: group.build(lr=lr * group.lr_scale) for group in groups}
         # By name: each trainable parameter, or this process's shard of it.
         self.parameters = {name: p for group in groups for name, p in group.parameters.items()}
-        self._sizes = {group.name: sum(p.numel() for p in group.parameters.values()) for group in groups}
+        self._sizes = {
+            group.name: sum(p.numel() for p in group.parameters.values()) for group in groups
+        }
 
     def step(self, fraction: float, *, loss: Tensor | None = None, finite: bool = False) -> None:
         """Update every group at this spent ``fraction`` of the budget, if the ``loss`` and all
-        gradients are finite. ``finite`` says that they are: those of fake tensors cannot be read."""
-        gradients = {name: self.groups[name].gradients(optimizer) for name, optimizer in self.optimizers.items()}
+        gradients are finite. ``finite`` says that they are: those of fake tensors cannot be
+        read."""
+        gradients = {
+            name: self.groups[name].gradients(optimizer)
+            for name, optimizer in self.optimizers.items()
+        }
         gradient_of = {}
         for dense, sparse in gradients.values():
             gradient_of |= dense | sparse
@@ -56,9 +79,14 @@ class Optimizers:
         for name, optimizer in self.optimizers.items():
             group = self.groups[name]
             for param_group in optimizer.param_groups:
-                param_group["lr"] = self.lr * group.lr_scale * (factor if group.schedule == "run" else 1.0)
+                param_group["lr"] = (
+                    self.lr * group.lr_scale * (factor if group.schedule == "run" else 1.0)
+                )
             if getattr(optimizer, "_step_supports_amp_scaling", False):
-                optimizer.found_inf, optimizer.sharded_parameters = self.found_inf, self.sharded_parameters
+                optimizer.found_inf, optimizer.sharded_parameters = (
+                    self.found_inf,
+                    self.sharded_parameters,
+                )
                 optimizer.step()
             elif finite or not self.found_inf.item():  # waits for the device
                 optimizer.step()
@@ -66,7 +94,8 @@ class Optimizers:
 
     @torch.no_grad()
     def _find_inf(self, tensors: list[Tensor]) -> None:
-        """Set ``found_inf`` if a tensor is not finite, by the fused check of ``GradScaler``, with a scale of 1."""
+        """Set ``found_inf`` if a tensor is not finite, by the fused check of ``GradScaler``,
+        with a scale of 1."""
         if self.found_inf is None:
             parameter = next(iter(self.optimizers.values())).param_groups[0]["params"][0]
             self.found_inf = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -75,11 +104,14 @@ class Optimizers:
             scale = torch.ones_like(self.found_inf)
             torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, self.found_inf, scale)
         if self.sharded_parameters:
-            self.found_inf.copy_(self.sharded_parameters.reduce_shards(self.found_inf, operation="max"))
+            self.found_inf.copy_(
+                self.sharded_parameters.reduce_shards(self.found_inf, operation="max")
+            )
 
     @torch.no_grad()
     def _clip(self, gradients: dict[str, tuple[dict, dict]], sharded: Set[Tensor]) -> None:
-        """Scale gradients so that their norms are at most the clips. Those in ``sharded`` are shards of gradients."""
+        """Scale gradients so that their norms are at most the clips. Those in ``sharded`` are
+        shards of gradients."""
 
         def clip_(tensors: list[Tensor], clip: float | None) -> None:
             if clip is not None and tensors:
@@ -101,7 +133,9 @@ class Optimizers:
         shards = [g for g in gradients if g in sharded]
         if not shards:
             return norm
-        squares = self.sharded_parameters.reduce_shards(torch.nn.utils.get_total_norm(shards).square())
+        squares = self.sharded_parameters.reduce_shards(
+            torch.nn.utils.get_total_norm(shards).square()
+        )
         return (squares + norm.to(squares.device).square()).sqrt()
 
     def zero_grad(self) -> None:
@@ -112,14 +146,18 @@ class Optimizers:
         """For an exact resume: the number of steps, and the optimizer state of each group."""
         groups = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if self.sharded_parameters:
-            groups = {name: self._convert(name, state, saving=True) for name, state in groups.items()}
+            groups = {
+                name: self._convert(name, state, saving=True) for name, state in groups.items()
+            }
         return {"steps": self.steps, "groups": groups}
 
     def load_state_dict(self, state: dict) -> None:
         """Restore ``state_dict``; ValueError if its groups have other names."""
         if set(state["groups"]) != set(self.optimizers):
             saved, current = sorted(state["groups"]), sorted(self.optimizers)
-            raise ValueError(f"the checkpoint has optimizer groups {saved}, but this run has {current}")
+            raise ValueError(
+                f"the checkpoint has optimizer groups {saved}, but this run has {current}"
+            )
         self.steps = state["steps"]
         for name, optimizer in self.optimizers.items():
             saved = state["groups"][name]
@@ -128,8 +166,11 @@ class Optimizers:
             optimizer.load_state_dict(saved)
 
     def _convert(self, name: str, state: dict, *, saving: bool) -> dict:
-        """An optimizer's state with each shard as a ``DTensor`` (``saving``), or each full tensor as a shard."""
-        parameters = [p for param_group in self.optimizers[name].param_groups for p in param_group["params"]]
+        """An optimizer's state with each shard as a ``DTensor`` (``saving``), or each full
+        tensor as a shard."""
+        parameters = [
+            p for param_group in self.optimizers[name].param_groups for p in param_group["params"]
+        ]
         convert = self.sharded_parameters.to_dtensor if saving else self.sharded_parameters.to_shard
         converted = {}
         for index, entries in state["state"].items():
@@ -140,12 +181,16 @@ class Optimizers:
         return state | {"state": converted}
 
     def describe(self) -> list[dict]:
-        """For each group: its name, optimizer, peak learning rate, number of parameters, their fraction of all
-        parameters, and for Muon the dtypes of its products."""
+        """For each group: its name, optimizer, peak learning rate, number of parameters, their
+        fraction of all parameters, and for Muon the dtypes of its products."""
         rows, total = [], sum(self._sizes.values())
         for name, group in self.groups.items():
             optimizer, size = self.optimizers[name], self._sizes[name]
-            row = {"name": name, "optimizer": type(optimizer).__name__, "lr": self.lr * group.lr_scale}
+            row = {
+                "name": name,
+                "optimizer": type(optimizer).__name__,
+                "lr": self.lr * group.lr_scale,
+            }
             row |= {"parameters": size, "share": size / total}
             if isinstance(optimizer, Muon):
                 row["products"] = optimizer.products

@@ -1,5 +1,5 @@
-"""Parameter groups. A run has a default optimizer, and may have another one for the matrices inside layers; a variant
-may define groups for further parameters, such as spans and value tables."""
+"""Parameter groups. A run has a default optimizer, and may have another one for the matrices inside
+layers; a variant may define groups for further parameters, such as spans and value tables."""
 
 import itertools
 import re
@@ -18,29 +18,43 @@ from harness.optim.muon import Muon
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Parameters that share an optimizer, a learning rate and a gradient clip, the maximum norm of their gradients.
-    Groups without ``clip`` are clipped together, by ``optim.clip``."""
+    """Parameters that share an optimizer, a learning rate and a gradient clip, the maximum norm of
+    their gradients. Groups without ``clip`` are clipped together, by ``optim.clip``."""
 
     name: str
     key: str  # the group's key in the configuration, for errors
     parameters: Mapping[str, nn.Parameter]  # by name; a shared parameter has one of its names
-    undecayed: frozenset[str] = frozenset()  # names of parameters without weight decay, unless ``weight_decay`` is set
-    optimizer: Callable[..., Optimizer]  # a partial without a learning rate, called with parameter groups and ``lr``
-    lr_scale: Annotated[float, Ge(0)] = 1.0  # factor of ``optim.lr``; 0 leaves the parameters at their initial values
-    weight_decay: Annotated[float, Ge(0)] | None = None  # None is the optimizer's own, on all but ``undecayed``
-    schedule: Literal["run", "constant"] = "run"  # the run's schedule, or always the peak learning rate
+    # names of parameters without weight decay, unless ``weight_decay`` is set
+    undecayed: frozenset[str] = frozenset()
+    # a partial without a learning rate, called with parameter groups and ``lr``
+    optimizer: Callable[..., Optimizer]
+    # factor of ``optim.lr``; 0 leaves the parameters at their initial values
+    lr_scale: Annotated[float, Ge(0)] = 1.0
+    # None is the optimizer's own, on all but ``undecayed``
+    weight_decay: Annotated[float, Ge(0)] | None = None
+    # the run's schedule, or always the peak learning rate
+    schedule: Literal["run", "constant"] = "run"
     clip: Annotated[float, Gt(0)] | None = None
 
     def build(self, *, lr: float) -> Optimizer:
-        """The optimizer at peak learning rate ``lr``. Decayed and ``undecayed`` parameters are two ``param_groups``."""
+        """The optimizer at peak learning rate ``lr``. Decayed and ``undecayed`` parameters are
+        two ``param_groups``."""
         if "lr" in getattr(self.optimizer, "keywords", {}):
-            raise ValueError(f"{self.key}: the optimizer must have no lr; set optim.lr and the group's lr_scale")
+            raise ValueError(
+                f"{self.key}: the optimizer must have no lr; set optim.lr and the group's lr_scale"
+            )
         decayed = [p for name, p in self.parameters.items() if name not in self.undecayed]
         undecayed = [p for name, p in self.parameters.items() if name in self.undecayed]
         try:
-            optimizer = self.optimizer([{"params": params} for params in (decayed, undecayed) if params], lr=lr)
-        except (ValueError, TypeError, RuntimeError) as error:  # SparseAdam, for one, refuses a learning rate of 0
-            message = f"{self.key}: the optimizer refuses a keyword, or optim.lr x lr_scale = {lr:g} ({error})"
+            optimizer = self.optimizer(
+                [{"params": params} for params in (decayed, undecayed) if params], lr=lr
+            )
+        # SparseAdam, for one, refuses a learning rate of 0
+        except (ValueError, TypeError, RuntimeError) as error:
+            message = (
+                f"{self.key}: the optimizer refuses a keyword, or optim.lr x lr_scale = "
+                f"{lr:g} ({error})"
+            )
             raise ValueError(message) from error
         if "weight_decay" not in optimizer.defaults:
             if self.weight_decay:
@@ -53,9 +67,11 @@ class Group:
             optimizer.param_groups[-1]["weight_decay"] = 0.0
         return optimizer
 
-    def gradients(self, optimizer: Optimizer) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor]]:
-        """The dense gradients, and the values of the sparse ones, which are coalesced first so that no row occurs
-        twice. ValueError if the optimizer cannot use a gradient's layout."""
+    def gradients(
+        self, optimizer: Optimizer
+    ) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor]]:
+        """The dense gradients, and the values of the sparse ones, which are coalesced first so that
+        no row occurs twice. ValueError if the optimizer cannot use a gradient's layout."""
         dense, sparse = {}, {}
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
@@ -66,9 +82,9 @@ class Group:
                 layout, unsupported = "dense", torch.optim.SparseAdam
             if isinstance(optimizer, unsupported):
                 raise ValueError(
-                    f"{self.key}.optimizer={type(optimizer).__name__}: the gradient of {name} is {layout}; use "
-                    "torch.optim.SparseAdam or harness.optim.ClippedAdagrad for sparse gradients, and any other "
-                    "optimizer than SparseAdam for dense ones"
+                    f"{self.key}.optimizer={type(optimizer).__name__}: the gradient of {name} is "
+                    f"{layout}; use torch.optim.SparseAdam or harness.optim.ClippedAdagrad for "
+                    "sparse gradients, and any other optimizer than SparseAdam for dense ones"
                 )
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
@@ -85,20 +101,20 @@ def assign(
     matrices: Mapping[str, object] | None = None,
     groups: Mapping[str, Mapping[str, object]] | None = None,
 ) -> list[Group]:
-    """Assign every trainable parameter of a model to exactly one group. ValueError if a pattern matches no parameter,
-    or a parameter is in two groups.
+    """Assign every trainable parameter of a model to exactly one group. ValueError if a pattern
+    matches no parameter, or a parameter is in two groups.
 
-    A parameter whose name matches a pattern of the variant is in the pattern's group. Of the rest, ``nn.Linear``
-    weights inside ``layers`` are in the group ``matrices`` if the run has it, all others in ``default``. Only
-    ``nn.Linear`` weights decay, unless a group sets ``weight_decay``.
+    A parameter whose name matches a pattern of the variant is in the pattern's group. Of the rest,
+    ``nn.Linear`` weights inside ``layers`` are in the group ``matrices`` if the run has it, all
+    others in ``default``. Only ``nn.Linear`` weights decay, unless a group sets ``weight_decay``.
 
     Args:
         model: neither compiled nor wrapped.
         default: ``optim.default``, a partial of an optimizer.
         matrices: ``optim.matrices``, with keys ``optimizer`` and ``lr_scale``, or None.
-        groups: the variant's ``groups``, by name: ``match``, a pattern or list of patterns in which ``*`` also matches
-            dots, and keywords of :class:`Group`. A shared parameter matches by any of its names. A group without
-            ``optimizer`` has the default one."""
+        groups: the variant's ``groups``, by name: ``match``, a pattern or list of patterns in which
+            ``*`` also matches dots, and keywords of :class:`Group`. A shared parameter matches by
+            any of its names. A group without ``optimizer`` has the default one."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
@@ -109,7 +125,10 @@ def assign(
     group_of: dict[nn.Parameter, str] = {}
     for name, node in (groups or {}).items():
         if name in ("default", "matrices"):
-            raise ValueError(f"variant.groups.{name}: this name is reserved for a group of the run; use another name")
+            raise ValueError(
+                f"variant.groups.{name}: this name is reserved for a group of the run; use "
+                "another name"
+            )
         settings[name] = {"optimizer": default, "key": f"variant.groups.{name}", **node}
         settings[name].pop("match")
         for parameter in _match(names, name, node["match"]):
@@ -122,22 +141,33 @@ def assign(
     linears = {m.weight for m in model.modules() if isinstance(m, nn.Linear)} - tables
     members = {name: {} for name in settings}
     for parameter, aliases in names.items():
-        is_layer_matrix = parameter in linears and any(alias.startswith("layers.") for alias in aliases)
+        is_layer_matrix = parameter in linears and any(
+            alias.startswith("layers.") for alias in aliases
+        )
         run_group = "matrices" if is_layer_matrix and matrices is not None else "default"
         members[group_of.get(parameter, run_group)][aliases[0]] = parameter
     assigned = []
     for name, parameters in members.items():
         undecayed = frozenset(n for n, p in parameters.items() if p not in linears)
         if parameters:
-            assigned.append(Group(name=name, parameters=parameters, undecayed=undecayed, **settings[name]))
+            assigned.append(
+                Group(name=name, parameters=parameters, undecayed=undecayed, **settings[name])
+            )
     return assigned
 
 
-def _match(names: Mapping[nn.Parameter, list[str]], group: str, match: str | list[str]) -> list[nn.Parameter]:
-    """The parameters with a name that matches one of the group's patterns; ValueError if a pattern matches none."""
+def _match(
+    names: Mapping[nn.Parameter, list[str]], group: str, match: str | list[str]
+) -> list[nn.Parameter]:
+    """The parameters with a name that matches one of the group's patterns; ValueError if a
+    pattern matches none."""
     matched = []
     for pattern in [match] if isinstance(match, str) else match:
-        parameters = [p for p, aliases in names.items() if any(fnmatchcase(alias, pattern) for alias in aliases)]
+        parameters = [
+            p
+            for p, aliases in names.items()
+            if any(fnmatchcase(alias, pattern) for alias in aliases)
+        ]
         if not parameters:
             aliases = itertools.chain.from_iterable(names.values())
             available = {re.sub(r"\.\d+(?=\.)", ".*", alias) for alias in aliases}

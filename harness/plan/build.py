@@ -1,4 +1,5 @@
-"""Plan of a run: the validated configuration, and factories made of it. Models and optimizers see no configuration."""
+"""Plan of a run: the validated configuration, and factories made of it. Models and optimizers
+see no configuration."""
 
 import importlib
 import re
@@ -30,11 +31,16 @@ from harness.plan.targets import describe, resolve
 from variants.contract import LayerContext, Position
 
 _HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}
-GROUP_HINTS = {name: _HINTS[name] for name in ("match", "optimizer", "lr_scale", "weight_decay", "schedule", "clip")}
+GROUP_HINTS = {
+    name: _HINTS[name]
+    for name in ("match", "optimizer", "lr_scale", "weight_decay", "schedule", "clip")
+}
 """Keys of a variant's parameter group, and their types."""
 CONTEXT_KEYS = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
-"""Keys of ``model`` for ``LayerContext``. ``LanguageModel`` gets the rest without ``layers`` and ``default_bytes``."""
-MAX_CONTEXT = 16_384  # most unscored bytes that a stream of an evaluation reads before its first scored byte
+"""Keys of ``model`` for ``LayerContext``. ``LanguageModel`` gets the rest without ``layers`` and
+``default_bytes``."""
+# most unscored bytes that a stream of an evaluation reads before its first scored byte
+MAX_CONTEXT = 16_384
 
 
 MADE = ("variant", "position", "data", "optim", "budget", "trust")
@@ -58,15 +64,23 @@ class Plan(RunSettings):
     backend_choice: dict | None = (
         None  # what ``check/select_backend.py`` has selected, and the errors of its candidates
     )
-    pretrained: dict | None = None  # variant, data and bytes of the training before ``init_from.run``, as in rows
+    # variant, data and bytes of the training before ``init_from.run``, as in rows
+    pretrained: dict | None = None
     admission: str | None = None  # what ``admission`` of ``check/admission.py`` has returned
 
     def make_model(self, *, dropout_seed: int | None = None) -> LanguageModel:
-        """The model, initialised by torch's default generator. ``dropout_seed`` is that of ``LayerContext``. ValueError
-        for sizes or settings that a sublayer does not support."""
+        """The model, initialised by torch's default generator. ``dropout_seed`` is that of
+        ``LayerContext``. ValueError for sizes or settings that a sublayer does not support."""
         pool: dict = {}
-        shared = {"n_layers": self.model.layers, "pool": pool, "backend": self.runtime.backend, "scheme": self.scheme}
-        shared |= {name: getattr(self.model, name) for name in CONTEXT_KEYS} | {"dropout_seed": dropout_seed}
+        shared = {
+            "n_layers": self.model.layers,
+            "pool": pool,
+            "backend": self.runtime.backend,
+            "scheme": self.scheme,
+        }
+        shared |= {name: getattr(self.model, name) for name in CONTEXT_KEYS} | {
+            "dropout_seed": dropout_seed
+        }
         excluded = (*CONTEXT_KEYS, "layers", "default_bytes")
         model = LanguageModel(
             self.layers,
@@ -81,15 +95,25 @@ class Plan(RunSettings):
     def make_optimizers(self, model: LanguageModel) -> Optimizers:
         """The optimizers of a model built by ``make_model``."""
         optim = self.optim
-        groups = assign(model, default=optim["default"], matrices=optim["matrices"], groups=self.groups)
+        groups = assign(
+            model, default=optim["default"], matrices=optim["matrices"], groups=self.groups
+        )
         return Optimizers(groups, lr=optim["lr"], schedule=optim["schedule"], clip=optim["clip"])
 
     def protocol(self) -> dict:
-        """The evaluation protocol and the order of training bytes, by which ``record/comparison.py`` decides whether
-        bits per byte are comparable."""
+        """The evaluation protocol and the order of training bytes, by which
+        ``record/comparison.py`` decides whether bits per byte are comparable."""
         context = streamed_context(self.model.span, self.model.layers)
-        protocol = {"streams": self.eval.streams, "segment": self.eval.segment, "span": self.model.span}
-        protocol |= {"bytes": self.eval.bytes, "context": context, "selection_bytes": self.eval.selection_bytes}
+        protocol = {
+            "streams": self.eval.streams,
+            "segment": self.eval.segment,
+            "span": self.model.span,
+        }
+        protocol |= {
+            "bytes": self.eval.bytes,
+            "context": context,
+            "selection_bytes": self.eval.selection_bytes,
+        }
         protocol |= {key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")}
         if self.batch.order != "random":  # the order of rows without the key
             protocol["order"] = self.batch.order
@@ -99,31 +123,39 @@ class Plan(RunSettings):
 
 
 def streamed_context(span: int, layers: int) -> int:
-    """Unscored bytes that each stream of an evaluation reads first: the receptive field, ``span`` times ``layers``, but
-    at most ``MAX_CONTEXT``."""
+    """Unscored bytes that each stream of an evaluation reads first: the receptive field, ``span``
+    times ``layers``, but at most ``MAX_CONTEXT``."""
     return min(span * layers, MAX_CONTEXT)
 
 
 def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool = False) -> Plan:
-    """Make a plan of a composed configuration. ValueError names the key, the value and what is allowed.
+    """Make a plan of a composed configuration. ValueError names the key, the value and what is
+    allowed.
 
     Args:
         trusted: modules that targets may come from, in addition to the configuration's ``trust``.
         sweeping: whether this is a job of a sweep, which never reads a fallback corpus."""
     if "sweep" in cfg:  # only the files of W&B's sweeps have such a key
-        raise ValueError("sweep: this file is for W&B; run wandb sweep conf/sweep/wandb_grid.yaml, then wandb agent")
+        raise ValueError(
+            "sweep: this file is for W&B; run wandb sweep conf/sweep/wandb_grid.yaml, then wandb "
+            "agent"
+        )
     cfg = OmegaConf.merge({"check": True}, cfg)  # run folders of older versions lack the key
     names = [*RunSettings.__dataclass_fields__, *MADE]
     sections = {name: node for name, node in OmegaConf.to_container(cfg).items() if name != "hydra"}
     check_keys(sections, names, key="")
     check_keys(sections["budget"], UNITS, key="budget")
     try:
-        config = OmegaConf.to_container(OmegaConf.masked_copy(cfg, names), resolve=True, throw_on_missing=True)
+        config = OmegaConf.to_container(
+            OmegaConf.masked_copy(cfg, names), resolve=True, throw_on_missing=True
+        )
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key}=???: is required, but has no value") from error
     if sweeping:
         config["data"] = config["data"] | {"fallback": None}
-    settings = parse_section(RunSettings, {name: config[name] for name in names if name not in MADE}, key="")
+    settings = parse_section(
+        RunSettings, {name: config[name] for name in names if name not in MADE}, key=""
+    )
     variant = parse_setting(config["variant"], dict, key="variant")
     trust = tuple(dict.fromkeys(_import_trusted(config["trust"]) + trusted))
     groups = parse_setting(variant.get("groups"), dict | None, key="variant.groups") or {}
@@ -133,7 +165,9 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
         variant=parse_setting(variant.get("name"), str, key="variant.name"),
         layers=plan_layers(variant, n_layers=settings.model.layers, trust=trust),
         groups={
-            name: _resolve_group(group, GROUP_HINTS, trust, key=f"variant.groups.{name}", required=("match",))
+            name: _resolve_group(
+                group, GROUP_HINTS, trust, key=f"variant.groups.{name}", required=("match",)
+            )
             for name, group in groups.items()
         },
         scheme=resolve(config["position"], key="position", base=Position, trust=trust),
@@ -145,15 +179,23 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
         sweeping=sweeping,
     )
     if plan.init_from.restore == "everything" and plan.init_from.run is None:
-        raise ValueError("init_from.run=null: must be the folder of a run, or init_from.restore=weights must be set")
+        raise ValueError(
+            "init_from.run=null: must be the folder of a run, or init_from.restore=weights must "
+            "be set"
+        )
     if not re.fullmatch(r"\w[\w.-]*", plan.variant):
-        raise ValueError(f"variant.name={plan.variant}: must be one word, because it begins the name of the run folder")
+        raise ValueError(
+            f"variant.name={plan.variant}: must be one word, because it begins the name of the "
+            "run folder"
+        )
     if plan.batch.accumulate > plan.batch.streams:
-        raise ValueError(f"batch.accumulate={plan.batch.accumulate}: at most batch.streams={plan.batch.streams}")
+        raise ValueError(
+            f"batch.accumulate={plan.batch.accumulate}: at most batch.streams={plan.batch.streams}"
+        )
     if plan.batch.carry and plan.batch.order != "random":
         raise ValueError(
-            f"batch.order={plan.batch.order}: allowed with batch.carry=true is random; its streams read "
-            "each byte once in an epoch"
+            f"batch.order={plan.batch.order}: allowed with batch.carry=true is random; its "
+            "streams read each byte once in an epoch"
         )
     _check_sequence(plan)
     return plan
@@ -196,25 +238,32 @@ def literal(config: dict) -> DictConfig:
 
 
 def _import_trusted(names: object) -> tuple[str, ...]:
-    """Import the modules of ``trust``, which may lie in the working directory; returns their names."""
+    """Import the modules of ``trust``, which may lie in the working directory; returns their
+    names."""
     names = [names] if isinstance(names, str) else names or []
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ValueError(f"trust={names}: must be a list of modules, e.g. trust=[my_file]")
-    # The working directory is searched last, and only with trust, because others may have put files into it.
+    # The working directory is searched last, and only with trust, because others may have put files
+    # into it.
     if names and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     for name in names:
         try:
             importlib.import_module(name)
         except (ImportError, SystemExit) as error:
-            remedy = "install the package or, for a file, run the command in its folder or set PYTHONPATH"
-            raise ValueError(f"trust={name}: cannot be imported ({describe(error)}); {remedy}") from error
+            remedy = (
+                "install the package or, for a file, run the command in its folder or set "
+                "PYTHONPATH"
+            )
+            raise ValueError(
+                f"trust={name}: cannot be imported ({describe(error)}); {remedy}"
+            ) from error
     return tuple(names)
 
 
 def _resolve_optim(node: object, trust: tuple[str, ...], *, lr_scale: object) -> dict:
-    """The keys of ``optim``, with optimizers as partials. ``lr`` is multiplied by the factor that the variant's
-    ``lr_scale`` has for ``optim.name``, or 1."""
+    """The keys of ``optim``, with optimizers as partials. ``lr`` is multiplied by the factor that
+    the variant's ``lr_scale`` has for ``optim.name``, or 1."""
     settings = parse_section(OptimSettings, node, key="optim")
     scales = parse_setting(lr_scale, dict | None, key="variant.lr_scale") or {}
     for name, factor in scales.items():
@@ -227,7 +276,9 @@ def _resolve_optim(node: object, trust: tuple[str, ...], *, lr_scale: object) ->
     return optim
 
 
-def _resolve_group(node: object, hints: Mapping, trust: tuple[str, ...], *, key: str, required=None) -> dict:
+def _resolve_group(
+    node: object, hints: Mapping, trust: tuple[str, ...], *, key: str, required=None
+) -> dict:
     """The validated keys of a parameter group, with its optimizer, if it has one, as a partial."""
     check_keys(parse_setting(node, dict, key=key), list(hints), key=key, required=required)
     settings = {}
@@ -235,7 +286,9 @@ def _resolve_group(node: object, hints: Mapping, trust: tuple[str, ...], *, key:
         if name != "optimizer":
             settings[name] = parse_setting(setting, hints[name], key=f"{key}.{name}")
     if node.get("optimizer"):
-        settings["optimizer"] = resolve(node["optimizer"], key=f"{key}.optimizer", base=Optimizer, trust=trust)
+        settings["optimizer"] = resolve(
+            node["optimizer"], key=f"{key}.optimizer", base=Optimizer, trust=trust
+        )
     return settings
 
 

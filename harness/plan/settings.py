@@ -1,5 +1,6 @@
-"""The sections of the configuration as dataclasses, whose fields and annotations define the keys, types and bounds.
-pydantic validates values in strict mode, but accepts a float without a fraction, such as 1e6, as an integer."""
+"""The sections of the configuration as dataclasses, whose fields and annotations define the keys,
+types and bounds. pydantic validates values in strict mode, but accepts a float without a
+fraction, such as 1e6, as an integer."""
 
 import collections.abc
 import dataclasses
@@ -11,7 +12,14 @@ from functools import cache
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
-from pydantic import BeforeValidator, ConfigDict, PydanticUserError, Strict, TypeAdapter, ValidationError
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    PydanticUserError,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+)
 
 from harness.failures import did_you_mean
 from harness.optim.budget import Fraction, Schedule
@@ -31,7 +39,8 @@ section = dataclass(frozen=True, kw_only=True)
 @section
 class ModelSettings:
     d_model: Positive
-    layers: Annotated[int, Interval(gt=0, le=10_000)]  # bounded, because all are listed before one is built
+    # bounded, because all are listed before one is built
+    layers: Annotated[int, Interval(gt=0, le=10_000)]
     heads: Positive
     span: Positive
     attend_self: bool
@@ -160,8 +169,8 @@ class RunSettings:
 
 
 def parse_section(cls: type, node: object, *, key: str):
-    """An instance of the dataclass ``cls`` from a section of the configuration. ``key`` is the section's dotted key,
-    empty at the top. ValueError for unknown, missing and malformed keys."""
+    """An instance of the dataclass ``cls`` from a section of the configuration. ``key`` is the
+    section's dotted key, empty at the top. ValueError for unknown, missing and malformed keys."""
     hints, fields = typing.get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
     required = [field.name for field in fields if field.default is field.default_factory]
     check_keys(node, [field.name for field in fields], key=key, required=required)
@@ -178,8 +187,11 @@ def parse_section(cls: type, node: object, *, key: str):
         raise error if str(error).startswith(key) else ValueError(f"{key}.{error}") from error
 
 
-def check_keys(node: object, names: Iterable[str], *, key: str, required: Iterable[str] | None = None) -> None:
-    """ValueError unless ``node`` is a section with keys of ``names`` only, and all ``required`` ones (default: all)."""
+def check_keys(
+    node: object, names: Iterable[str], *, key: str, required: Iterable[str] | None = None
+) -> None:
+    """ValueError unless ``node`` is a section with keys of ``names`` only, and all ``required``
+    ones (default: all)."""
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be a section with the keys {', '.join(names)}")
     prefix = f"{key}." if key else ""
@@ -187,20 +199,24 @@ def check_keys(node: object, names: Iterable[str], *, key: str, required: Iterab
         if name not in names:
             nearest = did_you_mean(str(name), names, prefix=prefix)
             allowed = ", ".join(names) or "none"
-            raise ValueError(f"{prefix}{name}={setting}: no such key{nearest}; allowed are {allowed}")
+            raise ValueError(
+                f"{prefix}{name}={setting}: no such key{nearest}; allowed are {allowed}"
+            )
     for name in names if required is None else required:
         if name not in node:
             raise ValueError(f"{prefix}{name}: is required, but missing")
 
 
 def parse_setting(setting: object, hint: object, *, key: str) -> Any:
-    """The setting converted to the annotated type ``hint``; ValueError names key, value and requirement."""
+    """The setting converted to the annotated type ``hint``; ValueError names key, value and
+    requirement."""
     try:
         return _adapter(hint).validate_python(setting)
     except ValidationError as refusal:
         errors = refusal.errors(include_url=False)
     first = errors[0]
-    # A location has the indices of list elements; its words name options of a union, which are no part of the key.
+    # A location has the indices of list elements; its words name options of a union, which are no
+    # part of the key.
     indices = [str(part) for part in first["loc"] if isinstance(part, int)]
     requirements = [error["msg"].removeprefix("Input should be ") for error in errors]
     for phrase, replacement in PHRASES.items():
@@ -215,7 +231,10 @@ def parse_setting(setting: object, hint: object, *, key: str) -> Any:
         requirements.append("null")
     if first["type"] == "string_type" and isinstance(first["input"], int | float):
         requirements.append(f"quoted, as in \"{key}='..'\", if it looks like a number")
-    raise ValueError(f"{'.'.join([key, *indices])}={first['input']}: {verb} {' or '.join(dict.fromkeys(requirements))}")
+    raise ValueError(
+        f"{'.'.join([key, *indices])}={first['input']}: {verb} "
+        f"{' or '.join(dict.fromkeys(requirements))}"
+    )
 
 
 @cache
@@ -228,7 +247,8 @@ def _adapter(hint: object) -> TypeAdapter:
 
 
 def _pydantic_hint(hint: object) -> object:
-    """The annotation for pydantic: 1e6 is accepted as an integer, a list for a tuple, any mapping for a dictionary."""
+    """The annotation for pydantic: 1e6 is accepted as an integer, a list for a tuple, any
+    mapping for a dictionary."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is int:
         whole = BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
@@ -239,7 +259,12 @@ def _pydantic_hint(hint: object) -> object:
         return typing.Union[tuple(map(_pydantic_hint, arguments))]  # noqa: UP007 - of a list
     if origin in (dict, Mapping):
         return dict
-    if origin in (list, tuple, collections.abc.Sequence) or hint in (tuple, collections.abc.Sequence):
-        elements = tuple(element if element is ... else _pydantic_hint(element) for element in arguments) or (Any, ...)
+    if origin in (list, tuple, collections.abc.Sequence) or hint in (
+        tuple,
+        collections.abc.Sequence,
+    ):
+        elements = tuple(
+            element if element is ... else _pydantic_hint(element) for element in arguments
+        ) or (Any, ...)
         return Annotated[tuple[elements if origin is tuple else (elements[0], ...)], Strict(False)]
     return hint

@@ -1,8 +1,9 @@
-"""Targets: a node with ``_target_`` becomes a ``functools.partial`` of the class that it names. A target is a
-subclass of a contract type, and is defined in our packages, in torch.optim, or in a module that the command line's
-``trust`` names. The constructor's signature, types included, is the schema of the node's keys. An annotation may also
-ask for any torch.nn.Module: then only classes from ``trust`` are allowed, and their keywords may contain no further
-target. No class is instantiated in this file."""
+"""Targets: a node with ``_target_`` becomes a ``functools.partial`` of the class that it names. A
+target is a subclass of a contract type, and is defined in our packages, in torch.optim, or in a
+module that the command line's ``trust`` names. The constructor's signature, types included, is the
+schema of the node's keys. An annotation may also ask for any torch.nn.Module: then only classes
+from ``trust`` are allowed, and their keywords may contain no further target. No class is
+instantiated in this file."""
 
 import collections.abc
 import functools
@@ -19,26 +20,40 @@ from harness.plan.settings import PART_DESCRIPTION, check_keys, parse_setting
 from variants.contract import Part, Position, Sublayer
 
 BUILTIN_PACKAGES = ("variants", "harness", "torch.optim")
-RESERVED_KEYWORDS = {Sublayer: None, Position: "d_head", Part: "d_head", torch.optim.Optimizer: "lr"}
-"""Types of the contract, and for each the keyword that the harness sets itself. It is no key of the configuration."""
+RESERVED_KEYWORDS = {
+    Sublayer: None,
+    Position: "d_head",
+    Part: "d_head",
+    torch.optim.Optimizer: "lr",
+}
+"""Types of the contract, and for each the keyword that the harness sets itself. It is no key of
+the configuration."""
 CONTRACT = tuple(RESERVED_KEYWORDS)
 
 
 def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Callable:
-    """A partial of the node's class, with nested targets resolved the same way. ValueError if the node is malformed, or
-    its target is not allowed.
+    """A partial of the node's class, with nested targets resolved the same way. ValueError if the
+    node is malformed, or its target is not allowed.
 
     Args:
-        node: ``_target_``, ``_partial_: true`` (optional for a torch.nn.Module), and keywords of the class.
+        node: ``_target_``, ``_partial_: true`` (optional for a torch.nn.Module), and keywords of
+            the class.
         key: the node's key in the configuration, for errors.
-        base: the class must derive from it: a contract type, or the part or module that an annotation names.
-        trust: Python modules of the user, from which targets may come; a torch.nn.Module must come from one of them."""
+        base: the class must derive from it: a contract type, or the part or module that an
+            annotation names.
+        trust: Python modules of the user, from which targets may come; a torch.nn.Module must
+            come from one of them."""
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be {PART_DESCRIPTION}")
     cls = _load_class(str(node.get("_target_")), key=key, base=base, trust=trust)
     if node.get("_partial_", base is nn.Module) is not True:
-        raise ValueError(f"{key}._partial_={node.get('_partial_')}: must be true; each layer makes its own object")
-    arguments = {name: argument for name, argument in node.items() if name not in ("_target_", "_partial_")}
+        raise ValueError(
+            f"{key}._partial_={node.get('_partial_')}: must be true; each layer makes its own "
+            "object"
+        )
+    arguments = {
+        name: argument for name, argument in node.items() if name not in ("_target_", "_partial_")
+    }
     schema = constructor_schema(cls, key=key)
     if base is nn.Module:
         if "'_target_'" in repr(arguments):  # the module's code could instantiate it
@@ -64,8 +79,9 @@ def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Ca
 
 
 def constructor_schema(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
-    """The constructor's keywords that are keys of the configuration: ``{name: (annotation, whether it is required)}``.
-    The harness sets the first argument of a contract type, and its ``RESERVED_KEYWORDS``. ``key`` is for errors."""
+    """The constructor's keywords that are keys of the configuration: ``{name: (annotation, whether
+    it is required)}``. The harness sets the first argument of a contract type, and its
+    ``RESERVED_KEYWORDS``. ``key`` is for errors."""
     base = next((base for base in CONTRACT if issubclass(cls, base)), None)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -94,10 +110,13 @@ def constructor_schema(cls: type, *, key: str) -> dict[str, tuple[object, bool]]
 
 
 def _load_class(target: str, *, key: str, base: type, trust: tuple[str, ...]) -> type:
-    """Import the class that ``target`` names, if it derives from ``base`` and comes from an allowed package."""
+    """Import the class that ``target`` names, if it derives from ``base`` and comes from an
+    allowed package."""
     label = f"{key}._target_={target}"
     packages = trust if base is nn.Module else BUILTIN_PACKAGES + trust
-    allowed = f"allowed are classes of {', '.join(packages) or 'modules that the command line names'}"
+    allowed = (
+        f"allowed are classes of {', '.join(packages) or 'modules that the command line names'}"
+    )
     module, _, name = target.rpartition(".")
     if not _is_inside(module, packages):
         raise ValueError(f"{label}: {allowed}; add yours with trust=[..]")
@@ -108,7 +127,9 @@ def _load_class(target: str, *, key: str, base: type, trust: tuple[str, ...]) ->
     if not inspect.isclass(cls) or not issubclass(cls, base) or cls in CONTRACT:
         raise ValueError(f"{label}: must be a class derived from {base.__module__}.{base.__name__}")
     if base is nn.Module and issubclass(cls, CONTRACT):
-        raise ValueError(f"{label}: derives from a class of the contract; {key} takes other modules only")
+        raise ValueError(
+            f"{label}: derives from a class of the contract; {key} takes other modules only"
+        )
     if not _is_inside(cls.__module__, packages):
         raise ValueError(f"{label}: is defined in {cls.__module__}; {allowed}")
     return cls
@@ -128,7 +149,11 @@ def _part_of(hint: object) -> type | None:
     ``Position``; ``Part`` for any other callable, and None if the annotation has none."""
     is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     options = typing.get_args(hint) if is_union else (hint,)
-    factories = [option for option in options if collections.abc.Callable in (option, typing.get_origin(option))]
+    factories = [
+        option
+        for option in options
+        if collections.abc.Callable in (option, typing.get_origin(option))
+    ]
     if not factories:
         return None
     for factory in factories:

@@ -1,4 +1,5 @@
-"""Cells of tables, such as a number as text with its unrounded value, and functions for texts of captions."""
+"""Cells of tables, such as a number as text with its unrounded value, and functions for texts of
+captions."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -9,7 +10,8 @@ MIB = 2**20
 EMPTY = Cell(text="")
 CAPPED_MARK = "*"  # mark of a score of the first bytes of a split only
 MIN_CALLS = 20
-"""Fewest timed calls for which a 20th and an 80th percentile are reported; for fewer there is only the median."""
+"""Fewest timed calls for which a 20th and an 80th percentile are reported; for fewer there is
+only the median."""
 
 
 def text(content: object) -> Cell:
@@ -18,12 +20,14 @@ def text(content: object) -> Cell:
 
 
 def fixed(number: float | None, *, digits: int, mark: str = "") -> Cell:
-    """Return a number with ``digits`` digits after the point, and commas between thousands: ``1,234.50``."""
+    """Return a number with ``digits`` digits after the point, and commas between thousands:
+    ``1,234.50``."""
     return EMPTY if number is None else Cell(text=f"{number:,.{digits}f}{mark}", value=number)
 
 
 def bits(number: float | None, *, capped: bool = False) -> Cell:
-    """Return bits per byte to four decimals, marked if only the first bytes of the split were scored."""
+    """Return bits per byte to four decimals, marked if only the first bytes of the split were
+    scored."""
     return fixed(number, digits=4, mark=CAPPED_MARK if capped else "")
 
 
@@ -46,7 +50,8 @@ def interval(ends: Sequence[float] | None, *, digits: int = 3) -> Cell:
 
 
 def significant(number: float) -> str:
-    """Return three significant digits (fewer from 0.0001 to 0.01), or all before the point: ``12.3``, ``1,234``."""
+    """Return three significant digits (fewer from 0.0001 to 0.01), or all before the point:
+    ``12.3``, ``1,234``."""
     size = abs(number)
     if size >= 99.95:
         return f"{number:,.0f}"
@@ -58,10 +63,13 @@ def significant(number: float) -> str:
 
 
 def make_table(rows: Sequence, columns: Sequence[Column], **attributes) -> Table:
-    """Return the table of the columns' cells for ``rows``, without empty columns; ``attributes`` are of ``Table``."""
+    """Return the table of the columns' cells for ``rows``, without empty columns; ``attributes``
+    are of ``Table``."""
     cells = {column: [column.cell(row) for row in rows] for column in columns}
     shown = [column for column in columns if any(cell.text for cell in cells[column])]
-    return Table(columns=shown, rows=[*zip(*(cells[column] for column in shown), strict=True)], **attributes)
+    return Table(
+        columns=shown, rows=[*zip(*(cells[column] for column in shown), strict=True)], **attributes
+    )
 
 
 def duration(seconds: float) -> str:

@@ -1,7 +1,8 @@
 """Checkpoints have everything that an exact resume needs (``harness/loop/state.py``).
 
-A file is written completely or not at all. It is torch's zip archive with the SHA-256 of the preceding bytes as
-comment, which is compared before unpickling. A run folder keeps the newest ones, and ``best.pt`` with only weights."""
+A file is written completely or not at all. It is torch's zip archive with the SHA-256 of the
+preceding bytes as comment, which is compared before unpickling. A run folder keeps the newest
+ones, and ``best.pt`` with only weights."""
 
 import hashlib
 import io
@@ -19,14 +20,16 @@ from harness.record.rows import FORMAT, check_format, open_regular
 FOLDER = "checkpoints"
 BEST = "best.pt"
 _NAME = re.compile(r"step-(\d{9,})\.pt")
-_NO_COMMENT = bytes(2)  # last bytes of a zip archive without comment: the length of the comment, which is 0
+# last bytes of a zip archive without comment: the length of the comment, which is 0
+_NO_COMMENT = bytes(2)
 _COMMENT_PREFIX = b"sha256:"
 _ENDING_BYTES = len(_NO_COMMENT) + len(_COMMENT_PREFIX) + 64
 
 
 def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
-    """Write ``checkpoints/step-N.pt`` of a run folder, and return its path. All but the newest ``keep`` are removed.
-    Checkpoints of later steps are removed too: they are damaged, because the run did not resume from them."""
+    """Write ``checkpoints/step-N.pt`` of a run folder, and return its path. All but the newest
+    ``keep`` are removed. Checkpoints of later steps are removed too: they are damaged, because
+    the run did not resume from them."""
     path = _write(folder / FOLDER / f"step-{step:09d}.pt", content)
     paths = _checkpoints(folder)
     remaining = paths[: paths.index(path) + 1][-keep:]
@@ -46,7 +49,8 @@ def newest(folder: Path) -> Path | None:
 
 
 def load_newest(folder: Path, identity: Mapping[str, object]) -> dict:
-    """Return the newest undamaged checkpoint; a warning names newer, damaged ones. ``identity`` as in ``load``."""
+    """Return the newest undamaged checkpoint; a warning names newer, damaged ones. ``identity``
+    as in ``load``."""
     damages = []
     for path in reversed(_checkpoints(folder)):
         try:
@@ -55,7 +59,10 @@ def load_newest(folder: Path, identity: Mapping[str, object]) -> dict:
             damages.append(str(error))
             continue
         if damages:
-            print(f"WARNING: {'; '.join(damages)}: {path.name}, the one before, is loaded", file=sys.stderr)
+            print(
+                f"WARNING: {'; '.join(damages)}: {path.name}, the one before, is loaded",
+                file=sys.stderr,
+            )
         return content
     reasons = "; ".join(damages) or f"{folder / FOLDER} has no checkpoint any more"
     raise Damaged(f"{reasons}; allowed is force=true, which runs it again")
@@ -66,12 +73,15 @@ def load_best(folder: Path, identity: Mapping[str, object] | None = None) -> dic
     try:
         return load(folder / FOLDER / BEST, identity)
     except Damaged as error:
-        raise Damaged(f"{error}; allowed is the run's command with force=true, which writes it again") from error
+        raise Damaged(
+            f"{error}; allowed is the run's command with force=true, which writes it again"
+        ) from error
 
 
 def load(path: Path, identity: Mapping[str, object] | None = None) -> dict:
-    """Return plain values, and tensors on the CPU; nothing in the file is executed. Raises Damaged if the file is not
-    as it was written, and ValueError if its format or a key of ``identity`` differs."""
+    """Return plain values, and tensors on the CPU; nothing in the file is executed. Raises Damaged
+    if the file is not as it was written, and ValueError if its format or a key of ``identity``
+    differs."""
     try:
         with open_regular(path) as opened:
             file = opened.read()
@@ -90,8 +100,12 @@ def load(path: Path, identity: Mapping[str, object] | None = None) -> dict:
     check_format(content, file=str(path))
     identity = identity or {}
     if differing := [key for key in identity if saved_identity.get(key) != identity[key]]:
-        differences = "; ".join(f"{key} was {saved_identity.get(key)}, is {identity[key]}" for key in differing)
-        raise ValueError(f"{path} is of another run: {differences}; allowed is one of this run, or none")
+        differences = "; ".join(
+            f"{key} was {saved_identity.get(key)}, is {identity[key]}" for key in differing
+        )
+        raise ValueError(
+            f"{path} is of another run: {differences}; allowed is one of this run, or none"
+        )
     del content["format"]
     return content
 
@@ -116,6 +130,7 @@ def _write(path: Path, content: dict) -> Path:
 
 
 def _ending(archive: bytes | memoryview) -> bytes:
-    """Return the last bytes of a file with this archive: the length of the comment, and the comment with its digest."""
+    """Return the last bytes of a file with this archive: the length of the comment, and the
+    comment with its digest."""
     comment = _COMMENT_PREFIX + hashlib.sha256(archive).hexdigest().encode()
     return len(comment).to_bytes(len(_NO_COMMENT), "little") + comment

@@ -1,5 +1,6 @@
-"""Closing table of a run: its scores and those of general compressors, and its costs. A score of the first bytes of a
-split is marked by ``*``. Estimated numbers, such as training FLOPs that a sublayer does not declare, follow "about"."""
+"""Closing table of a run: its scores and those of general compressors, and its costs. A score of
+the first bytes of a split is marked by ``*``. Estimated numbers, such as training FLOPs that a
+sublayer does not declare, follow "about"."""
 
 import shlex
 from collections.abc import Iterator
@@ -25,8 +26,12 @@ def print_closing_table(summary: dict) -> None:
     print(f"\n{summary['variant']}, seed {summary['seed']}\n{data_label(summary['data'])}\n")
     print(f"{'bits per byte':<24}" + "".join(f"{split:>10}" for split in splits))
     for label, numbers in _score_rows(summary, splits):
-        texts = [_score_text(summary, number, split=split) for split, number in zip(splits, numbers, strict=True)]
-        padded = [f"{text:>{10 + text.endswith(cells.CAPPED_MARK)}}" for text in texts]  # marks are outside the column
+        texts = [
+            _score_text(summary, number, split=split)
+            for split, number in zip(splits, numbers, strict=True)
+        ]
+        # marks are outside the column
+        padded = [f"{text:>{10 + text.endswith(cells.CAPPED_MARK)}}" for text in texts]
         print(f"{label:<24}" + "".join(padded).rstrip())
     print()
     for label, text in _costs(summary):
@@ -56,28 +61,42 @@ def _score_rows(summary: dict, splits: list[str]) -> list[tuple[str, list[float 
         WINDOWS_LABEL: "windows_bits_per_byte",
         "floor of the data": "floor_bits_per_byte",
     }
-    rows = [(label, [summary.get(f"{split}_{key}") for split in splits]) for label, key in scores.items()]
+    rows = [
+        (label, [summary.get(f"{split}_{key}") for split in splits])
+        for label, key in scores.items()
+    ]
     for name, key in {"answers": "bits_per_copy", "repeats": "bits_per_repeat"}.items():
         by_split = [summary.get(f"{split}_{key}") or {} for split in splits]
-        rows += [(f"{name}, {label}", [bits.get(label) for bits in by_split]) for label in by_split[0]]
-    rows = [(label, numbers) for label, numbers in rows if any(number is not None for number in numbers)]
+        rows += [
+            (f"{name}, {label}", [bits.get(label) for bits in by_split]) for label in by_split[0]
+        ]
+    rows = [
+        (label, numbers) for label, numbers in rows if any(number is not None for number in numbers)
+    ]
     for key, label in COMPRESSORS.items():
-        rows.append((label, [(summary["compressors"].get(split) or {}).get(key) for split in splits]))
+        rows.append(
+            (label, [(summary["compressors"].get(split) or {}).get(key) for split in splits])
+        )
     return rows
 
 
 def data_label(data: dict) -> str:
-    """Return a text for a corpus: ``stdlib (fallback for enwik8), 10,485,760 bytes, sha256 0123456789ab``."""
+    """Return a text for a corpus: ``stdlib (fallback for enwik8), 10,485,760 bytes, sha256
+    0123456789ab``."""
     fallback = f" (fallback for {data['fallback_for']})" if data.get("fallback_for") else ""
     return f"{data['name']}{fallback}, {data['bytes']:,} bytes, sha256 {data['sha256'][:12]}"
 
 
 def pretrained_label(row: dict) -> str | None:
-    """Return the training before a run that began with the weights of another one, as a text, or None."""
+    """Return the training before a run that began with the weights of another one, as a text, or
+    None."""
     if (pretrained := row.get("pretrained")) is None:
         return None
     data = pretrained["data"]
-    return f"{pretrained['variant']}, {pretrained['bytes_seen']:,} bytes of {data['name']} ({data['sha256'][:6]})"
+    return (
+        f"{pretrained['variant']}, {pretrained['bytes_seen']:,} bytes of {data['name']} "
+        f"({data['sha256'][:6]})"
+    )
 
 
 def short_commit(row: dict) -> str:
@@ -92,7 +111,8 @@ def scored_splits(summary: dict) -> list[str]:
 
 
 def bits(summary: dict, *, split: str) -> str:
-    """Return bits per byte on a split to four decimals, marked if only its first bytes were scored."""
+    """Return bits per byte on a split to four decimals, marked if only its first bytes were
+    scored."""
     return _score_text(summary, summary.get(f"{split}_bits_per_byte"), split=split)
 
 
@@ -102,8 +122,13 @@ def _score_text(summary: dict, number: float | None, *, split: str) -> str:
 
 def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     """Yield label and text of each cost."""
-    parameters, flops, memory, spans = (summary[key] for key in ("parameters", "flops_per_byte", "memory", "spans"))
-    yield "parameters", f"{parameters['total']:,} in all, {parameters['touched']:,} touched per byte"
+    parameters, flops, memory, spans = (
+        summary[key] for key in ("parameters", "flops_per_byte", "memory", "spans")
+    )
+    yield (
+        "parameters",
+        f"{parameters['total']:,} in all, {parameters['touched']:,} touched per byte",
+    )
     backend = summary["evaluation_backend"]
     backend = f" ({backend})" if backend != summary["backend"] else ""
     executed, ideal = (_three_digits(flops[key]) for key in ("executed", "ideal"))
@@ -115,15 +140,27 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     about = "about " if memory["approximate"] else ""
     peak = "-" if memory["peak_bytes"] is None else f"{memory['peak_bytes'] / 2**20:,.1f} MiB"
     yield "memory", f"{about}{peak} peak, {memory['state_bytes'] / 2**20:,.1f} MiB carried state"
-    compiling = f", and {seconds:,.1f} s of compiling" if (seconds := summary["compile_seconds"]) else ""
+    compiling = (
+        f", and {seconds:,.1f} s of compiling" if (seconds := summary["compile_seconds"]) else ""
+    )
     speed = f"{summary['bytes_per_second']:,.0f} bytes per second"
-    yield "training", f"{summary['bytes_seen']:,} bytes in {summary['seconds']:,.1f} s, {speed}{compiling}"
+    yield (
+        "training",
+        f"{summary['bytes_seen']:,} bytes in {summary['seconds']:,.1f} s, {speed}{compiling}",
+    )
     if pretrained := pretrained_label(summary):
         yield "began with", pretrained
     if spans:
-        yield "spans", f"mean {spans['mean']:.1f}, smallest {spans['min']:.1f}, largest {spans['max']:.1f} positions"
+        yield (
+            "spans",
+            f"mean {spans['mean']:.1f}, smallest {spans['min']:.1f}, largest {spans['max']:.1f} "
+            "positions",
+        )
     processes = [f"{summary['processes']} processes"] * (summary["processes"] > 1)
-    yield "where", ", ".join([*processes, summary["device"], summary["precision"], summary["backend"]])
+    yield (
+        "where",
+        ", ".join([*processes, summary["device"], summary["precision"], summary["backend"]]),
+    )
 
 
 def _three_digits(number: float) -> str:

@@ -1,4 +1,5 @@
-"""Which rows are comparable: scores under equal protocol, data, budget and numerics; costs only on equal machines."""
+"""Which rows are comparable: scores under equal protocol, data, budget and numerics; costs only
+on equal machines."""
 
 import json
 from collections.abc import Mapping
@@ -29,8 +30,10 @@ OLD_ROW_DEFAULTS = {
     "tf32": False,
 }
 """Values of keys that older rows do not have."""
-OLD_ROW_SPLIT = [0.9, 0.05, 0.05]  # shares of train, valid and test in a row whose protocol has no ``split``
-INCOMPARABLE_CHECKS = ("unchecked", "not causal")  # values of ``check`` in the rows of runs that no table compares
+# shares of train, valid and test in a row whose protocol has no ``split``
+OLD_ROW_SPLIT = [0.9, 0.05, 0.05]
+# values of ``check`` in the rows of runs that no table compares
+INCOMPARABLE_CHECKS = ("unchecked", "not causal")
 
 
 def _mapping(row: Mapping, key: str) -> Mapping:
@@ -40,12 +43,15 @@ def _mapping(row: Mapping, key: str) -> Mapping:
 
 
 def score_conditions(row: Mapping) -> str:
-    """Return a text that is equal for rows with comparable bits per byte. Tuning runs are a group of their own, also
-    runs that continue others. Budgets of seconds need equal environments. A protocol's span and context do not count if
-    the span is the model's."""
+    """Return a text that is equal for rows with comparable bits per byte. Tuning runs are a group
+    of their own, also runs that continue others. Budgets of seconds need equal environments. A
+    protocol's span and context do not count if the span is the model's."""
     config, budget, protocol = (_mapping(row, key) for key in ("config", "budget", "protocol"))
     protocol = {"split": _mapping(config, "data").get("split", OLD_ROW_SPLIT)} | protocol
-    if protocol.get("span") is not None and _mapping(config, "model").get("span") == protocol["span"]:
+    if (
+        protocol.get("span") is not None
+        and _mapping(config, "model").get("span") == protocol["span"]
+    ):
         protocol |= {"span": None, "context": None}
     conditions = {
         "data": _mapping(row, "data").get("sha256"),
@@ -53,14 +59,19 @@ def score_conditions(row: Mapping) -> str:
         "protocol": protocol,
         "tuning": row.get("purpose") == "tune",
         "every": _mapping(config, "eval").get("every"),
-        "continued": _mapping(config, "init_from").get("run") is not None,  # the budget lacks the earlier run
-        "capped": _mapping(row, "capped").get("valid"),  # test has the same cap, but is not always scored
+        # the budget lacks the earlier run
+        "continued": _mapping(config, "init_from").get("run") is not None,
+        # test has the same cap, but is not always scored
+        "capped": _mapping(row, "capped").get("valid"),
     }
-    return json.dumps([conditions, cost_conditions(row) if "seconds" in budget else None], sort_keys=True)
+    return json.dumps(
+        [conditions, cost_conditions(row) if "seconds" in budget else None], sort_keys=True
+    )
 
 
 def cost_conditions(row: Mapping) -> tuple[tuple[str, str], ...]:
-    """Return texts that are equal for rows with comparable time and memory, if their code is equal."""
+    """Return texts that are equal for rows with comparable time and memory, if their code is
+    equal."""
     return tuple((key, cost_condition(row, key)) for key in ENVIRONMENT_KEYS)
 
 
@@ -71,8 +82,9 @@ def cost_condition(row: Mapping, key: str) -> str:
 
 
 def code_version(row: Mapping) -> dict[str, object]:
-    """Return the key and the value that must be equal in runs whose bits per byte are averaged: ``numerics``, if
-    golden numbers pin the variant and the shared code. Otherwise, and for a budget of seconds, it is ``source``."""
+    """Return the key and the value that must be equal in runs whose bits per byte are averaged:
+    ``numerics``, if golden numbers pin the variant and the shared code. Otherwise, and for a
+    budget of seconds, it is ``source``."""
     numerics, timed = _mapping(row, "numerics"), "seconds" in _mapping(row, "budget")
     by_source = timed or not is_shipped(row) or numerics.get("variant") is None
     return {"source": row.get("source")} if by_source else {"numerics": numerics}
@@ -84,10 +96,13 @@ def is_shipped(row: Mapping) -> bool:
 
 
 def shared_code_version(row: Mapping) -> str:
-    """Return a text that is equal for runs of any variants whose shared code computes the same numbers: its version, if
-    golden numbers pin it. Otherwise, and for a budget of seconds, it is a digest of all code."""
+    """Return a text that is equal for runs of any variants whose shared code computes the same
+    numbers: its version, if golden numbers pin it. Otherwise, and for a budget of seconds, it is
+    a digest of all code."""
     version = _mapping(row, "numerics").get("shared")
-    return str(code_digest(row) if version is None or "seconds" in _mapping(row, "budget") else version)
+    return str(
+        code_digest(row) if version is None or "seconds" in _mapping(row, "budget") else version
+    )
 
 
 def code_digest(row: Mapping) -> str | None:

@@ -5,7 +5,8 @@ import os
 import sys
 
 JOB = "WINDTUNNEL_JOB"
-"""Environment variable of a sweep's jobs: ``job {} of 4: ``, or empty if several jobs run at once."""
+"""Environment variable of a sweep's jobs: ``job {} of 4: ``, or empty if several jobs run at
+once."""
 REFRESHES_PER_SECOND = 2
 
 
@@ -68,7 +69,13 @@ def job_label(number: int) -> str | None:
 
 
 def _make_bar():
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     return Progress(
         TextColumn("{task.description}"),

@@ -49,4 +49,6 @@ def load_exported(path: Path) -> dict:
         weights |= {name: weights[first] for name, first in json.loads(metadata["shared"]).items()}
         return {"model": weights, "bytes": int(metadata["bytes"])}
     except (OSError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); allowed is what windtunnel export wrote") from error
+        raise ValueError(
+            f"{path} cannot be read ({error}); allowed is what windtunnel export wrote"
+        ) from error

@@ -1,6 +1,6 @@
-"""Run folders ``outputs/<variant>-s<seed>-<hash>/``. The hash covers source, data, device, precision and the resolved
-configuration without keys that change no number: edited code gets another folder. The same command resumes an
-unfinished run and returns a finished one."""
+"""Run folders ``outputs/<variant>-s<seed>-<hash>/``. The hash covers source, data, device,
+precision and the resolved configuration without keys that change no number: edited code gets
+another folder. The same command resumes an unfinished run and returns a finished one."""
 
 import hashlib
 import json
@@ -37,8 +37,9 @@ COMPARED_SECTIONS = ("model", "position", "batch")
 
 
 def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str:
-    """Return the SHA-256 of a resolved configuration without keys that change no number, such as the path of a corpus
-    whose digest is ``pinned``. ``init_from.run`` is replaced by the digest of its newest checkpoint."""
+    """Return the SHA-256 of a resolved configuration without keys that change no number, such as
+    the path of a corpus whose digest is ``pinned``. ``init_from.run`` is replaced by the digest
+    of its newest checkpoint."""
     hashed = {key: section for key, section in config.items() if key not in NOT_HASHED}
     # Jobs of a sweep have fallback=null, and share the folder with the same run outside of a sweep.
     hashed["data"] = {key: setting for key, setting in hashed["data"].items() if key != "fallback"}
@@ -47,7 +48,11 @@ def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str
     if hashed["data"]["name"] in pinned:
         hashed["data"]["path"] = None
     init_from = hashed["init_from"]
-    newest = None if init_from["run"] is None else checkpoint.newest(user_path(init_from["run"], key="init_from.run"))
+    newest = (
+        None
+        if init_from["run"] is None
+        else checkpoint.newest(user_path(init_from["run"], key="init_from.run"))
+    )
     if newest is not None:
         hashed["init_from"] = init_from | {"run": sha256_of(newest)}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
@@ -55,7 +60,8 @@ def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What determines the numbers of a run, mostly as digests. Runs of equal identity share a folder."""
+    """What determines the numbers of a run, mostly as digests. Runs of equal identity share a
+    folder."""
 
     variant: str
     seed: int
@@ -68,16 +74,23 @@ class Identity:
     @property
     def name(self) -> str:
         """Name of the run folder."""
-        hashed = (self.config, self.source, self.data, self.device, self.precision)
-        return f"{self.variant}-s{self.seed}-{hashlib.sha256(' '.join(hashed).encode()).hexdigest()[:8]}"
+        hashed = " ".join((self.config, self.source, self.data, self.device, self.precision))
+        digest = hashlib.sha256(hashed.encode()).hexdigest()
+        return f"{self.variant}-s{self.seed}-{digest[:8]}"
 
 
 class RunFolder:
-    """The folder of one run, into which only the process that has locked it writes. ``summary`` is that of a finished
-    run, and ``checkpoint`` the path of the newest one, or None; both are None with ``force``."""
+    """The folder of one run, into which only the process that has locked it writes. ``summary`` is
+    that of a finished run, and ``checkpoint`` the path of the newest one, or None; both are None
+    with ``force``."""
 
     def __init__(self, outputs: Path, identity: Identity, *, force: bool = False):
-        self.path, self.identity, self._lock, self._force = outputs / identity.name, identity, None, force
+        self.path, self.identity, self._lock, self._force = (
+            outputs / identity.name,
+            identity,
+            None,
+            force,
+        )
         self._read()
 
     def _read(self) -> tuple[dict | None, Path | None]:
@@ -86,9 +99,13 @@ class RunFolder:
         return self.summary, self.checkpoint
 
     def lock(self) -> tuple[dict | None, Path | None]:
-        """Create and lock the folder, and point ``latest`` at it. Returns ``summary`` and ``checkpoint``, read again,
-        because another process may have changed them. ValueError if the folder is locked or cannot be written."""
-        owner, link = f"process {os.getpid()} on {os.uname().nodename}".encode(), self.path / "latest.tmp"
+        """Create and lock the folder, and point ``latest`` at it. Returns ``summary`` and
+        ``checkpoint``, read again, because another process may have changed them. ValueError if
+        the folder is locked or cannot be written."""
+        owner, link = (
+            f"process {os.getpid()} on {os.uname().nodename}".encode(),
+            self.path / "latest.tmp",
+        )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             refuse_links(self.path, key="outputs")
@@ -97,7 +114,8 @@ class RunFolder:
                 self._lock.seek(0)
                 raise ValueError(
                     f"outputs={self.path.parent}: {self.path.name} is locked by "
-                    f"{self._lock.read().decode(errors='replace')}; allowed is to wait for it, or another outputs"
+                    f"{self._lock.read().decode(errors='replace')}; allowed is to wait for it, or "
+                    "another outputs"
                 )
             self._lock.truncate(0)
             write_all(self._lock, owner)
@@ -116,22 +134,28 @@ class RunFolder:
                 with raise_storage_failure(self.path / LOCK, needed=len(owner)):
                     raise
             file_name = f"{error.filename2}: " if error.filename2 else ""
-            raise ValueError(f"outputs={self.path.parent}: cannot be written ({file_name}{error.strerror})") from error
+            raise ValueError(
+                f"outputs={self.path.parent}: cannot be written ({file_name}{error.strerror})"
+            ) from error
         return self._read()
 
     def remove_outdated(self) -> None:
-        """Remove the summary of an earlier command and, if there is no checkpoint to resume from, its other files."""
+        """Remove the summary of an earlier command and, if there is no checkpoint to resume
+        from, its other files."""
         outdated = [self.path / SUMMARY]
         if self.checkpoint is None:
             outdated += [self.path / RECORD, self.path / EVALUATIONS, *self.path.glob("*.png")]
-            outdated += (path for path in (self.path / checkpoint.FOLDER).glob("*") if not path.is_dir())
+            outdated += (
+                path for path in (self.path / checkpoint.FOLDER).glob("*") if not path.is_dir()
+            )
         for path in outdated:
             path.unlink(missing_ok=True)
 
     @contextmanager
     def record_failure(self, provenance: dict) -> Iterator[None]:
-        """Context that writes an error into a summary with ``provenance``. The summary of a finished run is kept. A
-        ValueError before the folder is locked is a user's mistake, and is not written."""
+        """Context that writes an error into a summary with ``provenance``. The summary of a
+        finished run is kept. A ValueError before the folder is locked is a user's mistake, and
+        is not written."""
         try:
             yield
         except Exception as error:
@@ -145,7 +169,8 @@ class RunFolder:
             return
         if not is_locked:
             self.lock()
-        if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):  # else a user has removed it
+        # else a user has removed it
+        if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):
             status = kind.status if (kind := failure_class(error)) else "failed"
             message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
             write_summary(self.path, summary=provenance | {"status": status, "error": message})
@@ -159,8 +184,11 @@ class RunFolder:
 
 
 def finished_summary(path: Path) -> dict | None:
-    """Return the summary in a run folder, or None if it is missing or damaged, or if the run was not finished."""
-    rows, _ = read_accepted_rows(path / SUMMARY, check=lambda row, _: violation(row, schema="summary"))
+    """Return the summary in a run folder, or None if it is missing or damaged, or if the run was
+    not finished."""
+    rows, _ = read_accepted_rows(
+        path / SUMMARY, check=lambda row, _: violation(row, schema="summary")
+    )
     return next((row for row in rows if row["status"] == "finished"), None)
 
 
@@ -168,7 +196,9 @@ def why_unfinished(path: Path) -> str:
     """Return the status of a folder's run, if it has failed, and the name of the run beside it that
     finished last, as the end of a message."""
     text = ""
-    rows, _ = read_accepted_rows(path / SUMMARY, check=lambda row, _: violation(row, schema="failed"))
+    rows, _ = read_accepted_rows(
+        path / SUMMARY, check=lambda row, _: violation(row, schema="failed")
+    )
     for row in rows:
         text += f"; this run has {row['status']} ({row.get('error') or 'no reason is recorded'})"
     summaries = path.resolve().parent.glob(f"*/{SUMMARY}")
@@ -179,8 +209,9 @@ def why_unfinished(path: Path) -> str:
 
 
 def read_provenance(folder: Path, *, key: str) -> dict:
-    """Return the first row of a run folder's record. The folder is not trusted: size and types are checked. ValueError,
-    beginning with ``key`` and the folder, for anything but a provenance row."""
+    """Return the first row of a run folder's record. The folder is not trusted: size and types are
+    checked. ValueError, beginning with ``key`` and the folder, for anything but a provenance
+    row."""
     rows, reasons = read_accepted_rows(
         folder / RECORD,
         check=lambda row, _: wrong_format(row) or violation(row, schema="provenance"),
@@ -201,7 +232,11 @@ def identity_of(row: Mapping) -> dict[str, object]:
 
 
 def refuse_links(folder: Path, *, key: str) -> None:
-    """Raise ValueError if a folder contains a link, through which a file would be written outside of the folder."""
+    """Raise ValueError if a folder contains a link, through which a file would be written
+    outside of the folder."""
     for path in folder.iterdir():
-        if path.is_symlink() and path.suffix != ".tmp":  # killed processes leave .tmp links, which lock() removes
-            raise ValueError(f"{key}={folder}: {path.name} is a link; allowed is a folder without links")
+        # killed processes leave .tmp links, which lock() removes
+        if path.is_symlink() and path.suffix != ".tmp":
+            raise ValueError(
+                f"{key}={folder}: {path.name} is a link; allowed is a folder without links"
+            )

@@ -1,9 +1,9 @@
 """Rows: JSON objects, one per line. The harness reads and writes their files only in this module.
 
-Each row of ``record.jsonl`` has a ``kind`` (provenance, train, valid, test, ...), and all numbers in tables and figures
-come from rows. A checkpoint has the number of rows at its step. A resumed run truncates the file to these rows and
-writes the removed rows again; unless the budget is in seconds, only their ``clock`` may differ. ``summary.json`` is one
-row, written completely or not at all."""
+Each row of ``record.jsonl`` has a ``kind`` (provenance, train, valid, test, ...), and all numbers
+in tables and figures come from rows. A checkpoint has the number of rows at its step. A resumed run
+truncates the file to these rows and writes the removed rows again; unless the budget is in seconds,
+only their ``clock`` may differ. ``summary.json`` is one row, written completely or not at all."""
 
 import errno
 import hashlib
@@ -26,15 +26,17 @@ SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 EVALUATIONS = "evaluations.jsonl"  # rows that ``bench.evaluate`` appends
 MAX_FILE_BYTES = 2**29
-MAX_LEVELS = 50  # most levels of lists and dictionaries in a row; a configuration has fewer than ten
+# most levels of lists and dictionaries in a row; a configuration has fewer than ten
+MAX_LEVELS = 50
 MAX_TEXT_LENGTH = 10_000
 FORMAT = 3
 """Version of run folders, checkpoints and rows. It rises when keys or contents change."""
 
 
 class Record:
-    """Appends rows to ``record.jsonl`` of a run folder, truncated to its first ``rows``, those of a checkpoint. Raises
-    Damaged if it has fewer complete rows, or if their digest is not ``sha256``."""
+    """Appends rows to ``record.jsonl`` of a run folder, truncated to its first ``rows``, those of a
+    checkpoint. Raises Damaged if it has fewer complete rows, or if their digest is not
+    ``sha256``."""
 
     def __init__(self, folder: Path, *, rows: int = 0, sha256: str | None = None):
         self.path = folder / RECORD
@@ -56,14 +58,15 @@ class Record:
 
 
 def _truncate(path: Path, *, rows: int, sha256: str | None) -> bytes:
-    """Truncate the file to its first ``rows`` rows; return them. Raises Damaged if the checkpoint has other rows."""
+    """Truncate the file to its first ``rows`` rows; return them. Raises Damaged if the
+    checkpoint has other rows."""
     content = path.read_bytes() if path.exists() else b""
     *complete, _ = content.split(b"\n")
     first_rows = b"".join(line + b"\n" for line in complete[:rows])
     if rows > len(complete) or sha256 not in (None, hashlib.sha256(first_rows).hexdigest()):
         raise Damaged(
-            f"{path}: its first {rows} rows, of {len(complete)}, are not those of the checkpoint: the "
-            "record was cut, damaged or changed. Restore the file, or start the run again with "
+            f"{path}: its first {rows} rows, of {len(complete)}, are not those of the checkpoint: "
+            "the record was cut, damaged or changed. Restore the file, or start the run again with "
             "force=true"
         )
     if len(first_rows) < len(content):
@@ -100,7 +103,8 @@ def to_json(row: object) -> dict:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Return all complete rows of a trusted file, without an incomplete last line; none if there is no file."""
+    """Return all complete rows of a trusted file, without an incomplete last line; none if there
+    is no file."""
     *lines, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
     return [json.loads(line) for line in lines]
 
@@ -160,12 +164,18 @@ def _is_within_limits(node: object, levels: int) -> bool:
 
 
 def wrong_format(row: Mapping) -> str | None:
-    """Return why this code cannot read the format of a row, summary or checkpoint, or None if it can."""
+    """Return why this code cannot read the format of a row, summary or checkpoint, or None if it
+    can."""
     version = row.get("format", 1)
-    return None if version == FORMAT else f"it is of format {version}, and this code reads format {FORMAT}"
+    return (
+        None
+        if version == FORMAT
+        else f"it is of format {version}, and this code reads format {FORMAT}"
+    )
 
 
 def check_format(row: Mapping, *, file: str) -> None:
-    """Raise ValueError, beginning with ``file``, if this code cannot read the format of a row or checkpoint."""
+    """Raise ValueError, beginning with ``file``, if this code cannot read the format of a row or
+    checkpoint."""
     if reason := wrong_format(row):
         raise ValueError(f"{file}: {reason}; allowed is that format")

@@ -37,7 +37,8 @@ _adapter = cache(TypeAdapter)
 
 
 def violation(row: dict, *, schema: str) -> str | None:
-    """Return the first key of a row that violates the named schema, with its value and the requirement, or None."""
+    """Return the first key of a row that violates the named schema, with its value and the
+    requirement, or None."""
     try:
         _adapter(SCHEMAS.get(schema, Labelled)).validate_json(json.dumps(row))
     except ValidationError as refusal:
@@ -67,5 +68,6 @@ def flatten(node: Mapping, *, separator: str = ".", prefix: str = "") -> dict[st
 
 
 def is_number(node: object) -> bool:
-    """Whether ``node`` is a number, finite and below ``MAX_NUMBER``. True and False are not numbers."""
+    """Whether ``node`` is a number, finite and below ``MAX_NUMBER``. True and False are not
+    numbers."""
     return isinstance(node, int | float) and not isinstance(node, bool) and abs(node) < MAX_NUMBER

@@ -1,4 +1,5 @@
-"""Tables, and their output to a terminal and to CSV. Texts are escaped, because rows may come from untrusted files."""
+"""Tables, and their output to a terminal and to CSV. Texts are escaped, because rows may come
+from untrusted files."""
 
 import csv
 import io
@@ -19,7 +20,8 @@ _MARKED_NUMBER = re.compile(r"(~?)[-+]?[\d,.]+(?:e[-+]\d+)?\s*(.*)")
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A cell: ``text`` as shown, empty if nothing was measured, and the unrounded ``value`` for sorting and CSV."""
+    """A cell: ``text`` as shown, empty if nothing was measured, and the unrounded ``value`` for
+    sorting and CSV."""
 
     text: str
     value: float | int | None = None
@@ -45,12 +47,14 @@ class Table:
     title: str = ""
     caption: str = ""  # one line that says in what the rows differ
     notes: Sequence[str] = ()  # explanations of marks, and rows that are left out
-    details: Sequence[str] = ()  # the protocol and what is equal in all rows, which a page shows on request
+    # the protocol and what is equal in all rows, which a page shows on request
+    details: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """A figure with the content of its SVG and PNG files; ``name``, ``title`` and ``caption`` are as in ``Table``."""
+    """A figure with the content of its SVG and PNG files; ``name``, ``title`` and ``caption``
+    are as in ``Table``."""
 
     name: str
     title: str
@@ -60,11 +64,18 @@ class Drawing:
 
 
 def print_table(table: Table) -> None:
-    """Print title, caption, table and notes. No name or number is cut: a table may be wider than the terminal."""
+    """Print title, caption, table and notes. No name or number is cut: a table may be wider than
+    the terminal."""
     console = Console(highlight=False)
-    rich_table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
+    rich_table = RichTable(
+        box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True
+    )
     for column in table.columns:
-        style = {"justify": "right"} if column.numeric else {"overflow": "fold", "max_width": MAX_TEXT_WIDTH}
+        style = (
+            {"justify": "right"}
+            if column.numeric
+            else {"overflow": "fold", "max_width": MAX_TEXT_WIDTH}
+        )
         rich_table.add_column(Text(one_line(column.heading).replace(" ", "\n")), **style)
     for row in table.rows:
         rich_table.add_row(*(Text(one_line(cell.text)) for cell in row))
@@ -80,7 +91,8 @@ def print_table(table: Table) -> None:
 
 
 def to_csv(table: Table) -> str:
-    """Return the table as CSV with unrounded numbers, and a column of marks after each column that has some."""
+    """Return the table as CSV with unrounded numbers, and a column of marks after each column
+    that has some."""
     columns = []
     for index, column in enumerate(table.columns):
         cells = [row[index] for row in table.rows]
@@ -95,8 +107,8 @@ def to_csv(table: Table) -> str:
 
 
 def to_markdown(table: Table, *, left: int = 1) -> str:
-    """Return title, caption, rows and notes in Markdown, those that the table has. Columns are aligned to the right,
-    except the first ``left``."""
+    """Return title, caption, rows and notes in Markdown, those that the table has. Columns are
+    aligned to the right, except the first ``left``."""
     alignment = ["---"] * left + ["--:"] * (len(table.columns) - left)
     texts = [[column.heading for column in table.columns], alignment]
     texts += [[cell.text for cell in row] for row in table.rows]
@@ -114,10 +126,16 @@ def mark(cell: Cell) -> str:
 
 def one_line(text: str) -> str:
     """Return a text without line breaks, escape codes and unpaired surrogates."""
-    return re.sub(r"[\s\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text).encode("utf-8", "replace").decode().strip()
+    return (
+        re.sub(r"[\s\x00-\x1f\x7f-\x9f\u2028\u2029]+", " ", text)
+        .encode("utf-8", "replace")
+        .decode()
+        .strip()
+    )
 
 
 def escape_formula(text: str) -> str:
-    """Return a text on one line, quoted if it begins with = or @ and spreadsheets would run it as a formula."""
+    """Return a text on one line, quoted if it begins with = or @ and spreadsheets would run it
+    as a formula."""
     text = one_line(text)
     return f"'{text}" if text.startswith(("=", "@")) else text

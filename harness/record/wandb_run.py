@@ -1,12 +1,14 @@
-"""W&B: each job is a W&B run, online if an API key is configured, else offline. W&B's errors are printed on stderr and
-do not end the job. Environment variables ``WANDB_*`` take precedence over arguments.
+"""W&B: each job is a W&B run, online if an API key is configured, else offline. W&B's errors are
+printed on stderr and do not end the job. Environment variables ``WANDB_*`` take precedence over
+arguments.
 
 Names of metrics:
     bytes_seen, step, ...           PROGRESS_KEYS of a row; bytes_seen is the x axis of all metrics
     train/learning_rate             a number of a row, as kind/key
     valid_bits_per_byte             a final score, as kind_key
-    train_span/layers.0.attention   a sublayer's metric; for a list of heads, its /mean, /min and /max
-    train_span/mean                 the mean over all sublayers and heads, likewise /min and /max"""
+    train_span/layers.0.attention   a sublayer's metric; for a list of heads, its /mean, /min and
+    /max train_span/mean                 the mean over all sublayers and heads, likewise /min and
+    /max"""
 
 import os
 import secrets
@@ -20,19 +22,30 @@ from pathlib import Path
 
 from harness.record.schema import flatten, is_number
 
-PROGRESS_KEYS = ("bytes_seen", "step", "epochs", "fraction", "training_flops", "seconds", "bytes_per_second")
-INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0  # longest waits: for the server at the start, and for uploads at the end
+PROGRESS_KEYS = (
+    "bytes_seen",
+    "step",
+    "epochs",
+    "fraction",
+    "training_flops",
+    "seconds",
+    "bytes_per_second",
+)
+# longest waits: for the server at the start, and for uploads at the end
+INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0
 
 
 class WandbRun(AbstractContextManager):
-    """The W&B run of a job, a context that finishes it. ``hint`` is a line with the URL of the W&B run, or with the
-    command that uploads it; it is empty if W&B is disabled.
+    """The W&B run of a job, a context that finishes it. ``hint`` is a line with the URL of the W&B
+    run, or with the command that uploads it; it is empty if W&B is disabled.
 
     Args:
         folder: the run folder; W&B writes into its subfolder ``wandb``.
-        mode: ``auto`` (online if an API key is configured, else offline), ``online``, ``offline`` or ``disabled``.
+        mode: ``auto`` (online if an API key is configured, else offline), ``online``, ``offline``
+            or ``disabled``.
         id: that of the W&B run to continue, from a checkpoint, or None.
-        sweeping: whether this is a job of a sweep; then ``WANDB_RUN_ID`` does not count, because all jobs would have it.
+        sweeping: whether this is a job of a sweep; then ``WANDB_RUN_ID`` does not count, because
+            all jobs would have it.
         tags, more: as in ``wandb.init``; empty tags are left out, and long ones are cut."""
 
     def __init__(
@@ -50,29 +63,36 @@ class WandbRun(AbstractContextManager):
         self._step = 0
         variable = os.environ.get("WANDB_MODE") or mode
         if mode == "disabled" and variable != mode:
-            print(f"wandb: WANDB_MODE={variable} overrides record.wandb.mode={mode}", file=sys.stderr)
+            print(
+                f"wandb: WANDB_MODE={variable} overrides record.wandb.mode={mode}", file=sys.stderr
+            )
         mode = variable
         if mode != "disabled":
-            tags = list(dict.fromkeys(str(tag)[:64] for tag in tags if tag)) or None  # the lengths that W&B accepts
+            # the lengths that W&B accepts
+            tags = list(dict.fromkeys(str(tag)[:64] for tag in tags if tag)) or None
             with self._contain_errors():
                 self._run = _start(mode, more | {"tags": tags, "dir": str(folder)}, id=self.id)
                 self.hint = _hint(self._run)
 
     def log(self, row: dict) -> None:
-        """Log the metrics of a row that ``Record.append`` returned. A provenance row is added to W&B's summary."""
+        """Log the metrics of a row that ``Record.append`` returned. A provenance row is added to
+        W&B's summary."""
         if self._run is None:
             return
         with self._contain_errors():
             if row["kind"] == "provenance":
-                self.log_end(summary={key: row[key] for key in row if key not in ("kind", "config")})
+                self.log_end(
+                    summary={key: row[key] for key in row if key not in ("kind", "config")}
+                )
             elif (metrics := metrics_of(row)).keys() - set(PROGRESS_KEYS):
                 self._run.log(metrics, step=self._step)
                 self._step += 1
 
     def resume(self, rows: Iterable[dict]) -> None:
-        """Log the ``rows`` of the record up to the checkpoint again, so that this W&B run has each row once. A server
-        ignores steps that it has. Offline, this part of the run is complete; earlier parts are removed, because
-        ``wandb sync`` replaces a run's history by that of the part that it uploads last."""
+        """Log the ``rows`` of the record up to the checkpoint again, so that this W&B run has each
+        row once. A server ignores steps that it has. Offline, this part of the run is complete;
+        earlier parts are removed, because ``wandb sync`` replaces a run's history by that of the
+        part that it uploads last."""
         for row in rows:
             self.log(row)
         if self._run is not None:
@@ -89,7 +109,8 @@ class WandbRun(AbstractContextManager):
 
     @contextmanager
     def _contain_errors(self) -> Iterator[None]:
-        """Context in which an exception of W&B, also SystemExit, is printed in one line and ends W&B for this job."""
+        """Context in which an exception of W&B, also SystemExit, is printed in one line and ends
+        W&B for this job."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -112,21 +133,36 @@ class WandbRun(AbstractContextManager):
 
 
 def _start(mode: str, keywords: dict, *, id: str):
-    """Start the W&B run, online if possible. If a run that should be online cannot be, print the reason on stderr."""
+    """Start the W&B run, online if possible. If a run that should be online cannot be, print the
+    reason on stderr."""
     import wandb  # late: it takes a second
 
-    settings = {"silent": True, "console": "off", "init_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS}
-    settings |= {"finish_timeout_raises": True, "x_disable_stats": True}  # W&B's sampling would count as the run's cost
-    settings = {key: setting for key, setting in settings.items() if not os.environ.get(f"WANDB_{key.upper()}")}
+    settings = {
+        "silent": True,
+        "console": "off",
+        "init_timeout": INIT_SECONDS,
+        "finish_timeout": FINISH_SECONDS,
+    }
+    # W&B's sampling would count as the run's cost
+    settings |= {"finish_timeout_raises": True, "x_disable_stats": True}
+    settings = {
+        key: setting
+        for key, setting in settings.items()
+        if not os.environ.get(f"WANDB_{key.upper()}")
+    }
     settings, reason = wandb.Settings(**settings), None
     session = wandb.setup(settings=settings)
     requested = mode
     if mode == "auto":
         mode = session.settings.mode  # offline after the command `wandb offline`
-    if mode not in ("offline", "dryrun", "disabled") and not wandb.login(prompt=False, verify=False):
+    if mode not in ("offline", "dryrun", "disabled") and not wandb.login(
+        prompt=False, verify=False
+    ):
         mode, reason = "offline", "no API key is configured" if requested != "auto" else None
     # In W&B itself keywords take precedence over environment variables.
-    names = {key: "WANDB_RUN_GROUP" if key == "group" else f"WANDB_{key.upper()}" for key in keywords}
+    names = {
+        key: "WANDB_RUN_GROUP" if key == "group" else f"WANDB_{key.upper()}" for key in keywords
+    }
     keywords = {key: keywords[key] for key, name in names.items() if not os.environ.get(name)}
     start = partial(wandb.init, id=id, resume="allow", reinit="finish_previous", **keywords)
     try:
@@ -153,27 +189,44 @@ def _hint(run, *, uploaded: bool = True) -> str:
 
 
 def metrics_of(row: dict) -> dict[str, float]:
-    """Return the numbers of a row by the name of their metric. A list has a number for each head."""
+    """Return the numbers of a row by the name of their metric. A list has a number for each
+    head."""
     kind, row = row["kind"], row | (row.get("clock") or {})
     metrics = {name: row.get(name) for name in PROGRESS_KEYS}
     if row.get("final"):
-        return loggable(metrics | {f"{kind}_{name}": row[name] for name in row if name.endswith("bits_per_byte")})
-    rest = {name: leaf for name, leaf in row.items() if name not in (*PROGRESS_KEYS, "kind", "metrics", "clock")}
+        return loggable(
+            metrics
+            | {f"{kind}_{name}": row[name] for name in row if name.endswith("bits_per_byte")}
+        )
+    rest = {
+        name: leaf
+        for name, leaf in row.items()
+        if name not in (*PROGRESS_KEYS, "kind", "metrics", "clock")
+    }
     metrics |= flatten(rest, separator="/", prefix=f"{kind}/")
     pooled: dict[str, list[float]] = {}  # of each metric, the numbers of all sublayers and heads
     for name, metric in (row.get("metrics") or {}).items():
         sublayer, _, metric_name = name.rpartition(".")
-        numbers = [number for number in (metric if isinstance(metric, list) else [metric]) if is_number(number)]
+        numbers = [
+            number
+            for number in (metric if isinstance(metric, list) else [metric])
+            if is_number(number)
+        ]
         pooled.setdefault(f"{kind}_{metric_name}", []).extend(numbers)
         key = f"{kind}_{metric_name}/{sublayer or 'model'}"
         metrics |= _statistics(key, numbers) if isinstance(metric, list) else {key: metric}
     for key, numbers in pooled.items():
         metrics |= _statistics(key, numbers)
-    return {name: number for name, number in loggable(metrics).items() if not isinstance(number, str | bool)}
+    return {
+        name: number
+        for name, number in loggable(metrics).items()
+        if not isinstance(number, str | bool)
+    }
 
 
 def loggable(summary: dict) -> dict[str, float | str]:
-    """Return numbers, booleans and texts with flat keys: ``{"memory/peak_bytes": 12345, "variant": "mhsa"}``."""
+    """Return numbers, booleans and texts with flat keys: ``{"memory/peak_bytes": 12345,
+    "variant": "mhsa"}``."""
     leaves = {}
     for key, leaf in flatten(summary, separator="/").items():
         if isinstance(leaf, str | bool) or is_number(leaf):
@@ -185,4 +238,8 @@ def loggable(summary: dict) -> dict[str, float | str]:
 def _statistics(name: str, numbers: list[float]) -> dict[str, float]:
     if not numbers:
         return {}
-    return {f"{name}/mean": sum(numbers) / len(numbers), f"{name}/min": min(numbers), f"{name}/max": max(numbers)}
+    return {
+        f"{name}/mean": sum(numbers) / len(numbers),
+        f"{name}/min": min(numbers),
+        f"{name}/max": max(numbers),
+    }

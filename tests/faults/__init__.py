@@ -1,1 +1,2 @@
-"""Tests of failures: killed runs, damaged or hostile files, full disks, divergence and faults of kernels."""
+"""Tests of failures: killed runs, damaged or hostile files, full disks, divergence and faults of
+kernels."""

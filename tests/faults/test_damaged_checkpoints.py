@@ -1,4 +1,5 @@
-"""A run is never resumed silently from a checkpoint or record that is damaged, cut off, or of another run."""
+"""A run is never resumed silently from a checkpoint or record that is damaged, cut off, or of
+another run."""
 
 import json
 import os
@@ -15,7 +16,9 @@ from harness.trained import read_run
 from tests.small_runs import crash, make_run, rows_of, run_to_end, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 WORDS = ("variant=mhsa", "budget.steps=13", "checkpoint.every_steps=3", "eval.test=false")
-NEWEST, PREVIOUS, BEST = (f"checkpoints/{name}.pt" for name in ("step-000000009", "step-000000006", "best"))
+NEWEST, PREVIOUS, BEST = (
+    f"checkpoints/{name}.pt" for name in ("step-000000009", "step-000000006", "best")
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,9 @@ def undisturbed_rows(tmp_path_factory) -> list[dict]:
 @pytest.fixture(scope="module")
 def other_seed(tmp_path_factory) -> Path:
     """The folder of a run with another seed."""
-    run, _ = whole_run(*WORDS, "seed=5", "budget.steps=4", f"outputs={tmp_path_factory.mktemp('other')}")
+    run, _ = whole_run(
+        *WORDS, "seed=5", "budget.steps=4", f"outputs={tmp_path_factory.mktemp('other')}"
+    )
     return run.folder.path
 
 
@@ -95,7 +100,9 @@ def test_a_file_that_is_not_a_checkpoint_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flipped bit", "broken link"])
-def test_a_run_resumes_from_the_last_good_checkpoint_with_one_warning(crashed, undisturbed_rows, capsys, damage):
+def test_a_run_resumes_from_the_last_good_checkpoint_with_one_warning(
+    crashed, undisturbed_rows, capsys, damage
+):
     if damage == "flipped bit":
         flip_middle_bit(crashed / NEWEST)
     else:
@@ -129,15 +136,21 @@ def test_without_a_good_checkpoint_resuming_is_refused_until_forced(crashed, und
     for name in (NEWEST, PREVIOUS):
         flip_middle_bit(crashed / name)
     for _ in range(2):
-        assert_refused(r"step-000000009\.pt is damaged.*step-000000006\.pt is damaged.*allowed is force=true")
+        assert_refused(
+            r"step-000000009\.pt is damaged.*step-000000006\.pt is damaged.*allowed is force=true"
+        )
     assert (crashed / RECORD).read_bytes() == before
     assert rows_of(whole_run(*WORDS, "force=true")[0])[1:] == undisturbed_rows
 
 
 @pytest.mark.parametrize("name", [NEWEST, BEST])
 def test_a_checkpoint_of_another_seed_is_refused(crashed, other_seed, name):
-    shutil.copy(checkpoint.newest(other_seed) if name == NEWEST else other_seed / BEST, crashed / name)
-    assert_refused(f"{Path(name).name} is of another run: seed was 5, is 0; config was [0-9a-f]+, is")
+    shutil.copy(
+        checkpoint.newest(other_seed) if name == NEWEST else other_seed / BEST, crashed / name
+    )
+    assert_refused(
+        f"{Path(name).name} is of another run: seed was 5, is 0; config was [0-9a-f]+, is"
+    )
 
 
 def test_damaged_best_weights_are_refused_by_training_and_by_bench_commands(crashed):
@@ -156,18 +169,26 @@ def test_a_damaged_record_is_refused_before_training(crashed, damage):
     lines[2] = json.dumps(row).encode() + b"\n" if damage == "a number" else b"\xff\x00garbage{\n"
     lines = lines[:3] if damage == "cut" else lines
     record.write_bytes(b"".join(lines))
-    assert_refused(r"record\.jsonl: its first \d+ rows, of \d+, are not those of the checkpoint.*force=true")
+    assert_refused(
+        r"record\.jsonl: its first \d+ rows, of \d+, are not those of the checkpoint.*force=true"
+    )
     assert record.read_bytes() == b"".join(lines), "the refused record must stay as it is"
 
 
-def test_a_crashed_run_resumes_after_a_torn_line_and_temporary_files_are_removed(crashed, undisturbed_rows, cwd):
+def test_a_crashed_run_resumes_after_a_torn_line_and_temporary_files_are_removed(
+    crashed, undisturbed_rows, cwd
+):
     with (crashed / RECORD).open("ab") as record:
         record.write(b'{"kind": "tra')
-    leftovers = [crashed / f"{name}.4711.tmp" for name in ("summary.json", NEWEST, BEST)] + [crashed / "latest.tmp"]
+    leftovers = [crashed / f"{name}.4711.tmp" for name in ("summary.json", NEWEST, BEST)] + [
+        crashed / "latest.tmp"
+    ]
     for path in leftovers[:-1]:
         path.write_bytes(b"a part")
     leftovers[-1].symlink_to("gone")
     assert rows_of(whole_run(*WORDS)[0])[1:] == undisturbed_rows
     assert not any(path.is_symlink() or path.exists() for path in leftovers)
     assert (cwd / "outputs" / "latest").resolve() == crashed
-    assert sorted(path.name for path in Path("outputs").iterdir()) == sorted(["latest", crashed.name])
+    assert sorted(path.name for path in Path("outputs").iterdir()) == sorted(
+        ["latest", crashed.name]
+    )

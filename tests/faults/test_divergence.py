@@ -32,20 +32,30 @@ from tests.test_distributed_training import distributed_trainer
 
 OPTIMIZERS = {
     "adamw": (*SPANS, "optim=adamw", "optim.clip=1.0", *DROPOUT),
-    "muon": (*VARIANTS["all_attention"], "optim=muon", "optim.matrices.optimizer.weight_decay=0.1", *CARRY),
+    "muon": (
+        *VARIANTS["all_attention"],
+        "optim=muon",
+        "optim.matrices.optimizer.weight_decay=0.1",
+        *CARRY,
+    ),
     "sparse rows": SPARSE,
 }
 
 
 def tensors_of(trainer: Trainer) -> dict:
-    """Copies of all tensors that an update may change: weights and states of optimizers, gathered from all ranks."""
+    """Copies of all tensors that an update may change: weights and states of optimizers,
+    gathered from all ranks."""
     optimizers = trainer.optimizers.state_dict()["groups"]
-    tensors = {"model": trainer.model.state_dict(), "states": {k: o["state"] for k, o in optimizers.items()}}
+    tensors = {
+        "model": trainer.model.state_dict(),
+        "states": {k: o["state"] for k, o in optimizers.items()},
+    }
     return copy.deepcopy(full_tensors(tensors))
 
 
 def spoil(parameter: nn.Parameter, value: float = math.nan) -> torch.utils.hooks.RemovableHandle:
-    """Replace the last entry of every later gradient of a parameter by ``value`` until the hook is removed."""
+    """Replace the last entry of every later gradient of a parameter by ``value`` until the hook
+    is removed."""
 
     def spoilt(gradient: Tensor) -> Tensor:
         gradient = gradient.coalesce() if gradient.is_sparse else gradient.clone()
@@ -55,12 +65,18 @@ def spoil(parameter: nn.Parameter, value: float = math.nan) -> torch.utils.hooks
     return parameter.register_hook(spoilt)
 
 
-@pytest.mark.parametrize("optimizer, value", list(zip(OPTIMIZERS, (math.nan, -math.inf, math.nan), strict=True)))
+@pytest.mark.parametrize(
+    "optimizer, value", list(zip(OPTIMIZERS, (math.nan, -math.inf, math.nan), strict=True))
+)
 def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     trainer = make_trainer(*OPTIMIZERS[optimizer], "budget.steps=100")
     parameters = dict(trainer.model.named_parameters())
     table = [name for name in parameters if "memory" in name and "sparse" in optimizer]
-    name = next(n for n in (*table, "layers.1.attention.sublayer.value.weight", "head.weight") if n in parameters)
+    name = next(
+        n
+        for n in (*table, "layers.1.attention.sublayer.value.weight", "head.weight")
+        if n in parameters
+    )
     for _ in range(3):
         trainer.step()
     before, update = tensors_of(trainer), trainer.optimizers.step
@@ -70,7 +86,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     hook.remove()
 
     def next_update(*arguments: object, **keywords: object):
-        """The next step's update, queued on the device before the host knows that the last gradient was not finite."""
+        """The next step's update, queued on the device before the host knows that the last
+        gradient was not finite."""
         update(*arguments, **keywords)
         assert equal_bits(before, tensors_of(trainer))
         spoil(parameters[name], value)
@@ -116,15 +133,23 @@ def test_weights_that_are_not_finite_are_neither_scored_nor_saved(read: Callable
     trainer = make_trainer("budget.steps=100")
     trainer.step()
     spoil_weights(trainer)
-    with pytest.raises(Diverged, match=r"an update left the parameter layers\.1\.attention\.sublayer\.query\.weight"):
+    with pytest.raises(
+        Diverged,
+        match=r"an update left the parameter layers\.1\.attention\.sublayer\.query\.weight",
+    ):
         read(trainer)
 
 
 def diverge_in_rank_1() -> list[tuple[str, bool, bool]]:
-    """For three runs that diverge in rank 1: the error, whether weights stay equal, and if another rank prints it."""
+    """For three runs that diverge in rank 1: the error, whether weights stay equal, and if
+    another rank prints it."""
     endings = []
     with join_processes() as processes:
-        for words, fail in ((SPARSE, spoil_head), (("runtime.shard=full",), spoil_head), ((), spoil_loss)):
+        for words, fail in (
+            (SPARSE, spoil_head),
+            (("runtime.shard=full",), spoil_head),
+            ((), spoil_loss),
+        ):
             trainer = distributed_trainer(processes, *words)
             trainer.step()
             before = tensors_of(trainer)

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from harness.compose import cli
-from harness.failures import Damaged, Diverged, OutOfMemory, ProcessLost, StorageFailure, failure_class
+from harness.failures import (
+    Damaged,
+    Diverged,
+    OutOfMemory,
+    ProcessLost,
+    StorageFailure,
+    failure_class,
+)
 from harness.loop.run import Run
 from tests.command_line import GENERATED, empty_folder, summaries, train  # noqa: F401 - a fixture
 
@@ -28,7 +35,9 @@ def test_every_error_has_its_exit_code_and_status():
 
 
 @pytest.mark.parametrize("error, code, status", [ERRORS[0], ERRORS[2]])
-def test_a_failed_run_ends_with_its_exit_code_its_status_and_one_message(error, code, status, cwd, monkeypatch):
+def test_a_failed_run_ends_with_its_exit_code_its_status_and_one_message(
+    error, code, status, cwd, monkeypatch
+):
     def fail(*_: object):
         raise error
 
@@ -45,12 +54,28 @@ def test_out_of_memory_names_the_sizes_to_lower_and_bench_fit(cwd, monkeypatch):
     monkeypatch.setattr(Run, "step", lambda self: torch.empty(2**60))
     outcome = train(*GENERATED, "runtime.threads=1")
     assert outcome.code == OutOfMemory.exit_code and "Traceback" not in outcome.err
-    words = ("batch.streams=2", "batch.segment=32", "model.span=32", "batch.accumulate=1", "runtime.checkpoint=layers")
-    assert all(word in outcome.err for word in (*words, "python -m bench.fit with the same overrides"))
+    words = (
+        "batch.streams=2",
+        "batch.segment=32",
+        "model.span=32",
+        "batch.accumulate=1",
+        "runtime.checkpoint=layers",
+    )
+    assert all(
+        word in outcome.err for word in (*words, "python -m bench.fit with the same overrides")
+    )
 
 
-def test_a_sweep_ends_with_the_highest_exit_code_of_its_jobs_and_a_copied_error_keeps_its_code(cwd, monkeypatch):
-    errors = iter([Diverged("step 3 diverged"), StorageFailure("outputs: no space left"), ValueError("a mistake")])
+def test_a_sweep_ends_with_the_highest_exit_code_of_its_jobs_and_a_copied_error_keeps_its_code(
+    cwd, monkeypatch
+):
+    errors = iter(
+        [
+            Diverged("step 3 diverged"),
+            StorageFailure("outputs: no space left"),
+            ValueError("a mistake"),
+        ]
+    )
 
     def fail(*_: object):
         raise next(errors)
@@ -58,5 +83,6 @@ def test_a_sweep_ends_with_the_highest_exit_code_of_its_jobs_and_a_copied_error_
     monkeypatch.setattr(Run, "step", fail)
     outcome = train("-m", *GENERATED, "seed=0,1,2")
     assert outcome.code == 4 and "0 of 3 done" in outcome.out
-    copy = cli.to_job_failed(StorageFailure("outputs: no space left"))  # as a job sends it to its sweep
+    # as a job sends it to its sweep
+    copy = cli.to_job_failed(StorageFailure("outputs: no space left"))
     assert copy.code == StorageFailure.exit_code and str(copy) == "outputs: no space left"

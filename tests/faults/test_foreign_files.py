@@ -1,4 +1,5 @@
-"""Pipes, links, folders and invalid files among the outputs are skipped with a message each, without waiting."""
+"""Pipes, links, folders and invalid files among the outputs are skipped with a message each,
+without waiting."""
 
 import os
 from pathlib import Path
@@ -30,7 +31,9 @@ def put(path: Path, kind: str):
     elif kind == "loop":
         path.symlink_to(path.name)
     else:
-        path.write_bytes(CONTENTS[kind] if isinstance(CONTENTS[kind], bytes) else CONTENTS[kind].encode())
+        path.write_bytes(
+            CONTENTS[kind] if isinstance(CONTENTS[kind], bytes) else CONTENTS[kind].encode()
+        )
 
 
 KINDS = ("pipe", "zeros", "folder", "loop", *CONTENTS)

@@ -1,4 +1,5 @@
-"""A full disk while a run writes any of its files: one error message, no partial file, and the run can be resumed."""
+"""A full disk while a run writes any of its files: one error message, no partial file, and the
+run can be resumed."""
 
 import errno
 import json
@@ -23,7 +24,8 @@ def temporary_files(folder: Path) -> list[str]:
 
 
 class Disk:
-    """A disk on which files with a word in their name can receive only a limited number of bytes, set by ``fill``."""
+    """A disk on which files with a word in their name can receive only a limited number of
+    bytes, set by ``fill``."""
 
     def __init__(self, monkeypatch):
         self._word, self._free_bytes, self._write = None, 0, cache.write_all
@@ -52,11 +54,14 @@ def undisturbed_rows(tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_full_disk_is_one_error_message_and_the_same_command_resumes(name, undisturbed_rows, monkeypatch):
+def test_a_full_disk_is_one_error_message_and_the_same_command_resumes(
+    name, undisturbed_rows, monkeypatch
+):
     run, disk = make_run(*WORDS), Disk(monkeypatch)
     disk.fill(name, after=10)
     with pytest.raises(
-        StorageFailure, match=r"No space left on device\): [\d,]+ bytes are needed, [\d,]+ are free on its disk"
+        StorageFailure,
+        match=r"No space left on device\): [\d,]+ bytes are needed, [\d,]+ are free on its disk",
     ) as caught:
         run_to_end(run)
     assert name in str(caught.value) and "\n" not in str(caught.value)

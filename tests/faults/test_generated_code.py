@@ -1,7 +1,9 @@
-"""TorchInductor generates code for training and scoring of every shipped variant. No compiler for C++ or a GPU runs."""
+"""TorchInductor generates code for training and scoring of every shipped variant. No compiler
+for C++ or a GPU runs."""
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +22,10 @@ pytestmark = pytest.mark.faults
 
 @pytest.fixture
 def generated(monkeypatch) -> Iterator[list[str]]:
-    """The Python code that is generated for each graph of ``torch.compile``. The graphs themselves run uncompiled."""
-    from torch._inductor import async_compile, compile_fx, config, cpu_vec_isa, graph  # slow imports
+    """The Python code that is generated for each graph of ``torch.compile``. The graphs
+    themselves run uncompiled."""
+    # slow imports
+    from torch._inductor import async_compile, compile_fx, config, cpu_vec_isa, graph
 
     codes, generate = [], graph.GraphLowering.codegen
 
@@ -38,13 +42,16 @@ def generated(monkeypatch) -> Iterator[list[str]]:
         return run
 
     compiling = torch.compile
-    backend = lambda module, inputs: compile_fx.compile_fx(module, inputs, inner_compile=inner_compile)  # noqa: E731
+    backend = partial(compile_fx.compile_fx, inner_compile=inner_compile)
     monkeypatch.setattr(torch, "compile", lambda model: compiling(model, backend=backend))
     monkeypatch.setattr(async_compile.AsyncCompile, "cpp_pybinding", lambda *_: None)
     monkeypatch.setattr(graph.GraphLowering, "codegen", codegen)
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)  # it would run the compiler; the code is scalar
+    # it would run the compiler; the code is scalar
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
     torch.compiler.reset()
-    with config.patch({"force_disable_caches": True, "compile_threads": 1, "pattern_matcher": False}):
+    with config.patch(
+        {"force_disable_caches": True, "compile_threads": 1, "pattern_matcher": False}
+    ):
         yield codes
 
 
@@ -65,7 +72,9 @@ def trace_attention(model: LanguageModel, patched: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("variant", VARIANT_NAMES)
-def test_inductor_generates_code_for_training_as_on_a_gpu_and_scoring_as_on_a_cpu(variant, generated):
+def test_inductor_generates_code_for_training_as_on_a_gpu_and_scoring_as_on_a_cpu(
+    variant, generated
+):
     model, tokens = small_model(variant), torch.zeros(2, 16, dtype=torch.int64)
     with torch.no_grad():
         state = model(tokens, None).state
@@ -80,8 +89,11 @@ def test_inductor_generates_code_for_training_as_on_a_gpu_and_scoring_as_on_a_cp
 
 
 @pytest.mark.parametrize("variant", ["linformer", "compressed", "forget_gate", "performer", "nsa"])
-def test_inductor_generates_triton_code_for_variants_that_failed_on_a_gpu(variant, generated, monkeypatch):
-    """The forward pass, with fake tensors and answers of an H100. Torch's autograd would ask the driver."""
+def test_inductor_generates_triton_code_for_variants_that_failed_on_a_gpu(
+    variant, generated, monkeypatch
+):
+    """The forward pass, with fake tensors and answers of an H100. Torch's autograd would ask the
+    driver."""
     if torch.version.cuda is None or torch.cuda.is_available():
         pytest.skip("needs torch's wheel for CUDA, and a machine without a GPU")
     from torch._dynamo.device_interface import CudaInterface
@@ -94,17 +106,35 @@ def test_inductor_generates_triton_code_for_variants_that_failed_on_a_gpu(varian
     trace_attention(model, monkeypatch)
     torch._C._ensureCUDADeviceGuardSet()
     gpu = {"name": "H100", "major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32}
-    gpu |= {"regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024}
+    gpu |= {
+        "regs_per_multiprocessor": 65536,
+        "max_threads_per_multi_processor": 2048,
+        "max_threads_per_block": 1024,
+    }
     answers = dict.fromkeys(("current_device", "_exchange_device", "_maybe_exchange_device"), 0)
-    answers |= {"is_available": True, "device_count": 1, "get_device_properties": SimpleNamespace(**gpu)}
-    answers |= {"get_device_capability": (9, 0), "get_compute_capability": 90, "get_device_name": "H100"}
+    answers |= {
+        "is_available": True,
+        "device_count": 1,
+        "get_device_properties": SimpleNamespace(**gpu),
+    }
+    answers |= {
+        "get_device_capability": (9, 0),
+        "get_compute_capability": 90,
+        "get_device_name": "H100",
+    }
     answers |= {"get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None}
     places = [(place, answers) for place in (torch.cuda, CudaInterface, CudaInterface.Worker)]
-    places += [(joint_graph, {"lazy_init": None}), (fake_tensor, {"init_gpu_context": None})]  # would use the GPU
-    places += [(torch.accelerator, {"is_available": False}), (async_compile.AsyncCompile, {"triton": None})]
+    # would use the GPU
+    places += [(joint_graph, {"lazy_init": None}), (fake_tensor, {"init_gpu_context": None})]
+    places += [
+        (torch.accelerator, {"is_available": False}),
+        (async_compile.AsyncCompile, {"triton": None}),
+    ]
     for place, functions in places:
         for name, answer in functions.items():
-            monkeypatch.setattr(place, name, staticmethod(lambda *_, answer=answer, **__: answer), raising=False)
+            monkeypatch.setattr(
+                place, name, staticmethod(lambda *_, answer=answer, **__: answer), raising=False
+            )
     target = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
     monkeypatch.setattr(driver, "_active", target)
     monkeypatch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)

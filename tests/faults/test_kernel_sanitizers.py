@@ -1,4 +1,5 @@
-"""Slow tests of the kernels: narrower vectors, sanitizers, and Triton's compiler without a device."""
+"""Slow tests of the kernels: narrower vectors, sanitizers, and Triton's compiler without a
+device."""
 
 import os
 import platform
@@ -25,17 +26,24 @@ PROGRAM += "torch.save(kernel_outputs(int(os.environ['OMP_NUM_THREADS'])), sys.a
 
 
 def kernel_outputs_of_process(file, **environment: str) -> list[torch.Tensor]:
-    """The values of ``test_native.kernel_outputs`` in a new process, which saves them to ``file``."""
+    """The values of ``test_native.kernel_outputs`` in a new process, which saves them to
+    ``file``."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    subprocess.run([sys.executable, "-c", PROGRAM, str(file)], env=environment, check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(file)], env=environment, check=True, cwd=ROOT
+    )
     return torch.load(file)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets are those of x86-64")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the instruction sets are those of x86-64"
+)
 @pytest.mark.parametrize("march", ["x86-64-v3", "x86-64-v2"], ids=["AVX2", "SSE"])
 def test_narrower_vector_instructions_compute_the_same_values(march, tmp_path):
     variables = {"OMP_NUM_THREADS": "1", "WINDTUNNEL_KERNELS": str(tmp_path), native.MARCH: march}
-    for narrow, wide in zip(kernel_outputs_of_process(tmp_path / "saved", **variables), kernel_outputs(1), strict=True):
+    for narrow, wide in zip(
+        kernel_outputs_of_process(tmp_path / "saved", **variables), kernel_outputs(1), strict=True
+    ):
         if wide.dtype == torch.int64:
             assert torch.equal(narrow, wide)
         else:
@@ -45,13 +53,20 @@ def test_narrower_vector_instructions_compute_the_same_values(march, tmp_path):
 def test_the_sanitizers_report_no_fault():
     """Runs as many random cases as the environment variable ``CASES`` says, by default 100."""
     march = [*filter(sanitizer_runs.is_supported, sanitizer_runs.INSTRUCTIONS)][-1]
-    assert sanitizer_runs.sanitized(march, cases=int(os.environ.get("CASES", "100")), seed=1).returncode == 0
+    assert (
+        sanitizer_runs.sanitized(
+            march, cases=int(os.environ.get("CASES", "100")), seed=1
+        ).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize("fault", sanitizer_runs.FAULTS)
 def test_the_sanitizers_report_a_planted_fault(fault):
     march = next(filter(sanitizer_runs.is_supported, sanitizer_runs.INSTRUCTIONS))
-    process = sanitizer_runs.sanitized(march, fault=fault, cases=20, seed=0, capture_output=True, text=True)
+    process = sanitizer_runs.sanitized(
+        march, fault=fault, cases=20, seed=0, capture_output=True, text=True
+    )
     assert process.returncode != 0 and fault in process.stderr
 
 
@@ -64,7 +79,8 @@ def test_the_sanitizers_report_a_planted_fault(fault):
     ],
 )
 def test_triton_kernels_compile_without_a_device_and_spill_no_register(tmp_path, words, kernels):
-    """Triton's interpreter accepts code that its compiler refuses. ``tests/triton_spills.py`` compiles all kernels."""
+    """Triton's interpreter accepts code that its compiler refuses. ``tests/triton_spills.py``
+    compiles all kernels."""
     triton = pytest.importorskip("triton")
     spilling = words == SPILLED_BEFORE_3_7 and triton.__version__ < "3.7"
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

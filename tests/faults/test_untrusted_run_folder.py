@@ -1,4 +1,5 @@
-"""Run folders and checkpoints from others run no code, and invalid content in them is one error message."""
+"""Run folders and checkpoints from others run no code, and invalid content in them is one error
+message."""
 
 import json
 import os
@@ -26,7 +27,9 @@ RUN = "theirs"
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory) -> Path:
-    run, _ = whole_run("variant=mhsa", "budget.steps=2", f"outputs={tmp_path_factory.mktemp('runs')}")
+    run, _ = whole_run(
+        "variant=mhsa", "budget.steps=2", f"outputs={tmp_path_factory.mktemp('runs')}"
+    )
     return run.folder.path
 
 
@@ -37,16 +40,20 @@ def run(finished_run, cwd) -> Path:
 
 
 def configure(run: Path, **sections: object):
-    """Replace sections of a run's configuration. A dictionary is merged into the existing section."""
+    """Replace sections of a run's configuration. A dictionary is merged into the existing
+    section."""
     config = yaml.safe_load((run / CONFIG).read_text())
     for name, value in sections.items():
         section = config.get(name)
-        config[name] = section | value if isinstance(value, dict) and isinstance(section, dict) else value
+        config[name] = (
+            section | value if isinstance(value, dict) and isinstance(section, dict) else value
+        )
     (run / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
 
 
 def refused(run: Path, script: str, *words: str) -> str:
-    """The error message of a command that must end with exit code 2 and create or remove no file."""
+    """The error message of a command that must end with exit code 2 and create or remove no
+    file."""
     before = sorted(run.parent.rglob("*"))
     outcome = call(script, *words)
     assert sorted(run.parent.rglob("*")) == before and outcome.code == 2, outcome
@@ -61,7 +68,8 @@ def plan_of_folder(run: Path) -> Plan:
 
 
 EVALUATE = ("bench/evaluate.py", f"run={RUN}", "eval.bytes=400", *CPU)
-"""One command suffices, because all open a folder by the same function (``tests/test_python_api.py``)."""
+"""One command suffices, because all open a folder by the same function
+(``tests/test_python_api.py``)."""
 
 
 def test_trust_in_the_configuration_of_a_run_folder_is_ignored(run):
@@ -69,7 +77,10 @@ def test_trust_in_the_configuration_of_a_run_folder_is_ignored(run):
     node = {"_target_": f"{RUN}.evil.Evil", "_partial_": True}
     configure(run, trust=[f"{RUN}.evil"], variant={"attention": node})
     message = refused(run, *EVALUATE)
-    assert f"{RUN}: {CONFIG}: variant.attention._target_={RUN}.evil.Evil: allowed are classes of" in message
+    assert (
+        f"{RUN}: {CONFIG}: variant.attention._target_={RUN}.evil.Evil: allowed are classes of"
+        in message
+    )
 
 
 HOSTILE_CONFIGURATIONS = {
@@ -84,7 +95,8 @@ HOSTILE_CONFIGURATIONS = {
     "a seed of text": {"seed": "zero"},
     "a key too many": {"callbacks": {"x": {"_target_": "torch.utils.collect_env.run"}}},
 }
-"""By name of the attack, the content of a ``config.yaml`` or the sections to change in a valid one."""
+"""By name of the attack, the content of a ``config.yaml`` or the sections to change in a valid
+one."""
 
 
 @pytest.mark.parametrize("attack", HOSTILE_CONFIGURATIONS)
@@ -96,7 +108,10 @@ def test_a_hostile_configuration_is_one_error_message(run, attack):
         (run / CONFIG).write_bytes(hostile if isinstance(hostile, bytes) else hostile.encode())
     with pytest.raises(ValueError, match=f"run=.*{RUN}: {CONFIG}") as caught:
         plan_of_folder(run)
-    assert os.environ["HOME"] not in str(caught.value).replace(str(run), "") and not (run.parent / "PWNED").exists()
+    assert (
+        os.environ["HOME"] not in str(caught.value).replace(str(run), "")
+        and not (run.parent / "PWNED").exists()
+    )
 
 
 def test_an_older_folder_has_the_same_plan_with_the_keys_of_a_search(run):
@@ -139,15 +154,24 @@ def test_a_hostile_record_is_one_error_message(run, attack):
 
 
 def test_init_from_a_checkpoint_with_invalid_values_is_one_error_message(run, monkeypatch):
-    provenance, trainer = read_provenance(run, key="init_from.run"), make_run("variant=mhsa", "outputs=mine").trainer
+    provenance, trainer = (
+        read_provenance(run, key="init_from.run"),
+        make_run("variant=mhsa", "outputs=mine").trainer,
+    )
     good = prepare.checkpoint.load(prepare.checkpoint.newest(run))
     contents = [{}, *(good | {"model": value} for value in ("text", None, {"a": 1}))]
     contents += [good | {name: "text"} for name in ("spent", "last", "optimizers", "random")]
-    contents += [{key: good[key] for key in good if key != name} for name in ("spent", "state", "random")]
-    init_from = prepare.dataclasses.replace(trainer.plan.init_from, run=str(run), restore="everything")
+    contents += [
+        {key: good[key] for key in good if key != name} for name in ("spent", "state", "random")
+    ]
+    init_from = prepare.dataclasses.replace(
+        trainer.plan.init_from, run=str(run), restore="everything"
+    )
     trainer.plan = prepare.dataclasses.replace(trainer.plan, init_from=init_from)
     for content in contents:
-        monkeypatch.setattr(prepare, "_read_initial", lambda path, content=content: (dict(content), provenance))
+        monkeypatch.setattr(
+            prepare, "_read_initial", lambda path, content=content: (dict(content), provenance)
+        )
         with pytest.raises(ValueError, match="init_from.run="):
             prepare.initialise(trainer)
 

@@ -1,4 +1,5 @@
-"""A ``-cd`` folder cannot set ``hydra.*`` or ``trust``, which could run code. A successful attack creates PWNED."""
+"""A ``-cd`` folder cannot set ``hydra.*`` or ``trust``, which could run code. A successful
+attack creates PWNED."""
 
 import os
 import subprocess
@@ -28,15 +29,29 @@ KEYS = {
     "callbacks": {"callbacks": {"x": TOUCH}},
     "run.dir": {"run": {"dir": "PWNED"}},
     "params.trust": {"mode": "MULTIRUN", "sweeper": {"params": {"trust": "[stranger]"}}},
-    "params.callbacks": {"mode": "MULTIRUN", "sweeper": {"params": {"+hydra.callbacks.x": str(TOUCH)}}},
+    "params.callbacks": {
+        "mode": "MULTIRUN",
+        "sweeper": {"params": {"+hydra.callbacks.x": str(TOUCH)}},
+    },
 }
 GLOBAL = "# @package _global_\n"
 ATTACKS = {
-    **{name: {"recipe/evil.yaml": GLOBAL + yaml.safe_dump({"hydra": node})} for name, node in KEYS.items()},
-    "by its package": {"recipe/evil.yaml": f"# @package hydra.callbacks\n{yaml.safe_dump({'x': TOUCH})}"},
-    "by another's defaults": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{{/recipe@hydra.callbacks: more}}]\n"},
-    "by one text": {"recipe/evil.yaml": f"{GLOBAL}defaults: [/recipe/more@_global_.hydra.callbacks]\n"},
-    "by its group": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{{override /hydra/callbacks: more}}]\n"},
+    **{
+        name: {"recipe/evil.yaml": GLOBAL + yaml.safe_dump({"hydra": node})}
+        for name, node in KEYS.items()
+    },
+    "by its package": {
+        "recipe/evil.yaml": f"# @package hydra.callbacks\n{yaml.safe_dump({'x': TOUCH})}"
+    },
+    "by another's defaults": {
+        "recipe/evil.yaml": f"{GLOBAL}defaults: [{{/recipe@hydra.callbacks: more}}]\n"
+    },
+    "by one text": {
+        "recipe/evil.yaml": f"{GLOBAL}defaults: [/recipe/more@_global_.hydra.callbacks]\n"
+    },
+    "by its group": {
+        "recipe/evil.yaml": f"{GLOBAL}defaults: [{{override /hydra/callbacks: more}}]\n"
+    },
     "above the folder": {"recipe/evil.yaml": f"{GLOBAL}defaults: [{'/..' * 20}HERE/loose]\n"},
     "trust": {"recipe/evil.yaml": f"{GLOBAL}trust: [stranger]\n"},
     "trust, by its package": {"recipe/evil.yaml": "# @package trust\n[stranger]\n"},
@@ -66,12 +81,16 @@ def stranger(cwd):
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_keys_of_hydra_and_trust_may_be_set_on_the_command_line_only(cwd, attack):
     write(cwd, OTHER_FILES | ATTACKS[attack])
-    assert "may be set on the command line only" in refused(cwd, "-cd", "conf", *GENERATED, "recipe=evil")
+    assert "may be set on the command line only" in refused(
+        cwd, "-cd", "conf", *GENERATED, "recipe=evil"
+    )
 
 
 def test_a_primary_configuration_of_the_folder_cannot_extend_the_search_path(cwd):
     (cwd / "stranger" / "__init__.py").write_text(PAYLOAD)
-    write(cwd, {"evil.yaml": "defaults: [train, _self_]\nhydra: {searchpath: ['pkg://stranger']}\n"})
+    write(
+        cwd, {"evil.yaml": "defaults: [train, _self_]\nhydra: {searchpath: ['pkg://stranger']}\n"}
+    )
     assert "hydra.searchpath" in refused(cwd, "-cd", "conf", "-cn", "evil", *GENERATED)
 
 
@@ -80,9 +99,17 @@ def test_sweeps_interpolations_and_environment_variables_of_the_folder_are_read(
     monkeypatch.setenv("MY_RATE", "0.125")
     params = f"{GLOBAL}hydra: {{mode: MULTIRUN, sweeper: {{params: {{seed: '0,1'}}}}}}\n"
     write(cwd, {"sweep/mine.yaml": params, "variant/hydra.yaml": "defaults: [mhsa]\nname: hydra\n"})
-    write(cwd, {"recipe/mine.yaml": f"{GLOBAL}optim: {{lr: '${{oc.env:MY_RATE}}'}}\nseed: '${{model.heads}}'\n"})
+    write(
+        cwd,
+        {
+            "recipe/mine.yaml": f"{GLOBAL}optim: {{lr: '${{oc.env:MY_RATE}}'}}\nseed: "
+            f"'${{model.heads}}'\n"
+        },
+    )
     words = ("-cd", "conf", "sweep=mine", "recipe=mine", "variant=hydra")
-    outcome = call("train.py", *words, "+hydra.job.env_set.MINE=1", "trust=[json]", "--cfg", "all", "--resolve")
+    outcome = call(
+        "train.py", *words, "+hydra.job.env_set.MINE=1", "trust=[json]", "--cfg", "all", "--resolve"
+    )
     assert outcome.code == 0 and "seed: 0,1" in outcome.out and "MINE: '1'" in outcome.out, outcome
     assert "name: hydra" in outcome.out and "lr: '0.125'" in outcome.out and "- json" in outcome.out
 
@@ -104,14 +131,27 @@ def test_the_current_folder_is_searched_for_modules_only_with_trust(cwd, monkeyp
 
 
 def test_an_error_message_is_cut_to_a_maximal_length(cwd):
-    write(cwd, {"sublayer/evil.yaml": yaml.safe_dump({"_target_": "stranger." + "a" * 9_000, "_partial_": True})})
+    write(
+        cwd,
+        {
+            "sublayer/evil.yaml": yaml.safe_dump(
+                {"_target_": "stranger." + "a" * 9_000, "_partial_": True}
+            )
+        },
+    )
     message = refused(cwd, "-cd", "conf", *GENERATED, "sublayer@variant.feed_forward=evil")
-    assert len(message) < 4200 and "variant.feed_forward._target_=stranger" in message and "trust=[..]" in message
+    assert (
+        len(message) < 4200
+        and "variant.feed_forward._target_=stranger" in message
+        and "trust=[..]" in message
+    )
 
 
 def git(folder: Path, *words: str):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    subprocess.run(["git", "-C", str(folder), *words], env=environment, check=True, capture_output=True)
+    subprocess.run(
+        ["git", "-C", str(folder), *words], env=environment, check=True, capture_output=True
+    )
 
 
 def test_git_is_not_run_in_a_repository_that_contains_ours(cwd, monkeypatch):

@@ -1,8 +1,10 @@
-"""Golden numbers: losses, scores and counts of every shipped variant at a small size in float64, in ``<case>.json``.
+"""Golden numbers: losses, scores and counts of every shipped variant at a small size in float64, in
+``<case>.json``.
 
-They change with the model, the mechanisms, the kernels, the optimizers, the order of the data and the scoring. Each
-initial weight is a hash (``harness.hashing``) of its parameter's index in the order of registration, so new names or
-another random generator of torch move no number. No weight is zero, so each affects the numbers."""
+They change with the model, the mechanisms, the kernels, the optimizers, the order of the data and
+the scoring. Each initial weight is a hash (``harness.hashing``) of its parameter's index in the
+order of registration, so new names or another random generator of torch move no number. No
+weight is zero, so each affects the numbers."""
 
 import copy
 import json
@@ -30,9 +32,11 @@ from variants.kernels import native, window_cpu
 
 FOLDER = Path(__file__).parent
 TOLERANCE = 1e-9
-"""Largest relative difference. The file of a case that cannot reach it has a ``tolerance`` and the reason, ``why``."""
+"""Largest relative difference. The file of a case that cannot reach it has a ``tolerance`` and
+the reason, ``why``."""
 STEPS = 8
-BOUND_STEPS, OUTSIDE_BOUNDS = 16, 1e6  # initial values of bounded parameters are multiples of 1/16 of their range
+# initial values of bounded parameters are multiples of 1/16 of their range
+BOUND_STEPS, OUTSIDE_BOUNDS = 16, 1e6
 RATES = {"adamw": 0.01, "muon": 0.003}
 BACKENDS = ("plain", "kernel")
 POSITIONS = ("alibi", "sinusoidal", "relative")
@@ -43,19 +47,55 @@ CASES["mhsa_hidden"] = "mhsa", ("model.cache=hidden",)
 FAR_SPANS = ("model.span=192", "batch.segment=61", "data.bytes=1900", "data.distances=[3,5,17,90]")
 CASES["adaptive_span_far"] = "adaptive_span", FAR_SPANS
 SHIFT = "variant.attention.key_shift=true"
-CASES |= {f"{name}_shift": (name, (SHIFT,)) for name in ("local", "nsa", "latent", "gated_delta", "compressed_top_k")}
-CASES |= {f"{name}_shift": (CASES[name][0], (*CASES[name][1], SHIFT)) for name in ("mhsa_hidden", "adaptive_span_far")}
+CASES |= {
+    f"{name}_shift": (name, (SHIFT,))
+    for name in ("local", "nsa", "latent", "gated_delta", "compressed_top_k")
+}
+CASES |= {
+    f"{name}_shift": (CASES[name][0], (*CASES[name][1], SHIFT))
+    for name in ("mhsa_hidden", "adaptive_span_far")
+}
 
-# 23 bytes are no multiple of a kernel's block. A stream has five segments, so streams restart in the sixth step.
+# 23 bytes are no multiple of a kernel's block. A stream has five segments, so streams restart in
+# the sixth step.
 SIZES = (
-    *("model.d_model=32", "model.layers=2", "model.heads=2", "model.span=16", "batch.streams=3", "batch.segment=23"),
-    *("batch.carry=true", f"budget.steps={STEPS}", "seed=3", "data=recall", "data.bytes=700", "data.seed=1"),
-    *("data.distances=[3,5,14,17]", "data.split=[0.5,0.4,0.1]", "eval.streams=3", "eval.segment=19"),
-    *("eval.selection_bytes=20", "runtime.device=cpu", "runtime.precision=float32", "runtime.threads=1"),
+    *(
+        "model.d_model=32",
+        "model.layers=2",
+        "model.heads=2",
+        "model.span=16",
+        "batch.streams=3",
+        "batch.segment=23",
+    ),
+    *(
+        "batch.carry=true",
+        f"budget.steps={STEPS}",
+        "seed=3",
+        "data=recall",
+        "data.bytes=700",
+        "data.seed=1",
+    ),
+    *(
+        "data.distances=[3,5,14,17]",
+        "data.split=[0.5,0.4,0.1]",
+        "eval.streams=3",
+        "eval.segment=19",
+    ),
+    *(
+        "eval.selection_bytes=20",
+        "runtime.device=cpu",
+        "runtime.precision=float32",
+        "runtime.threads=1",
+    ),
     "runtime.compile=false",
 )
 SPANS = ("variant.attention.span.ramp=4", "variant.attention.span.loss_weight=0.01")
-MEMORY = ("variant.memory.half_keys=8", "variant.memory.top_k=4", "variant.memory.heads=2", "variant.memory.d_query=8")
+MEMORY = (
+    "variant.memory.half_keys=8",
+    "variant.memory.top_k=4",
+    "variant.memory.heads=2",
+    "variant.memory.d_query=8",
+)
 PERSISTENT = ("variant.attention.persistent.number=5",)
 VARIANT_WORDS = {
     **dict.fromkeys(("adaptive_span", "adaptive_span_alibi"), SPANS),
@@ -78,7 +118,8 @@ VARIANT_WORDS = {
 
 
 def numerics(case: str) -> dict[str, int | None]:
-    """Versions of the pinned values: ``numerics`` of the variant's file, and ``NUMERICS`` of the shared code."""
+    """Versions of the pinned values: ``numerics`` of the variant's file, and ``NUMERICS`` of the
+    shared code."""
     return {"variant": variant_file(CASES[case][0]).get("numerics"), "shared": NUMERICS}
 
 
@@ -97,7 +138,9 @@ def make_trainer(case: str, *, optim: str, backend: str) -> Trainer:
 @cache
 def _composed(case: str) -> DictConfig:
     variant, words = CASES[case]
-    return compose_config(*SIZES, *sized(variant), *words, *VARIANT_WORDS.get(variant, ()), "++variant.lr_scale=null")
+    return compose_config(
+        *SIZES, *sized(variant), *words, *VARIANT_WORDS.get(variant, ()), "++variant.lr_scale=null"
+    )
 
 
 @torch.no_grad()
@@ -105,15 +148,23 @@ def fill_(model: LanguageModel, *, like: LanguageModel):
     """Fill all parameters, and the buffers drawn at random, with float64 numbers from hashes.
 
     Args:
-        like: the same model from another seed. A buffer that differs between both models was drawn at random."""
+        like: the same model from another seed. A buffer that differs between both models was
+            drawn at random."""
     model.double()
-    drawn = [a for a, b in zip(model.buffers(), like.buffers(), strict=True) if not torch.equal(a.float(), b.float())]
+    drawn = [
+        a
+        for a, b in zip(model.buffers(), like.buffers(), strict=True)
+        if not torch.equal(a.float(), b.float())
+    ]
     for index, tensor in enumerate([*model.parameters(), *drawn]):
         low, high = (_projected(model, tensor, at) for at in (-OUTSIDE_BOUNDS, OUTSIDE_BOUNDS))
         bits = integer_hash(index, np.arange(tensor.numel()))
-        unit = torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) / 2.0**53).view_as(tensor)
+        unit = torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) / 2.0**53).view_as(
+            tensor
+        )
         sign = torch.from_numpy((bits & np.uint64(1)).astype(np.float64) * 2 - 1).view_as(tensor)
-        scale = 1.5 * (3 / tensor.shape[-1]) ** 0.5 if tensor.dim() > 1 else 1.0  # a row's norm is about 1.5
+        # a row's norm is about 1.5
+        scale = 1.5 * (3 / tensor.shape[-1]) ** 0.5 if tensor.dim() > 1 else 1.0
         # Spans are whole keys, where the soft mask has its kinks.
         inside = low + (high - low) * (1 + (unit * (BOUND_STEPS - 1)).floor()) / BOUND_STEPS
         bounded = (low > -OUTSIDE_BOUNDS) & (high < OUTSIDE_BOUNDS)
@@ -124,7 +175,8 @@ def fill_(model: LanguageModel, *, like: LanguageModel):
 
 
 def _projected(model: LanguageModel, tensor: Tensor, value: float) -> Tensor:
-    """Set a parameter to ``value`` and return it after ``project_``, which clamps it to its bounds if it has any."""
+    """Set a parameter to ``value`` and return it after ``project_``, which clamps it to its
+    bounds if it has any."""
     tensor.fill_(value)
     model.project_()
     return tensor.clone()
@@ -132,8 +184,8 @@ def _projected(model: LanguageModel, tensor: Tensor, value: float) -> Tensor:
 
 @cache
 def _kernel() -> CDLL | str:
-    """The CPU kernel with vectors of at most 32 bytes. Executed FLOPs include the padding of keys to whole vectors, so
-    they depend on the width of vectors."""
+    """The CPU kernel with vectors of at most 32 bytes. Executed FLOPs include the padding of keys
+    to whole vectors, so they depend on the width of vectors."""
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     with patch.dict(os.environ, {native.MARCH: "x86-64-v3"} if wide else {}):
         return native.load("window_cpu", window_cpu.SOURCE)
@@ -165,7 +217,8 @@ def measure(case: str, *, backend: str) -> dict | None:
 
 
 def _train(trainer: Trainer) -> dict:
-    """Bits per byte of each step and, after the last one, of valid with carried state; and the FLOPs spent."""
+    """Bits per byte of each step and, after the last one, of valid with carried state; and the
+    FLOPs spent."""
     losses = []
     for _ in range(STEPS):
         trainer.step()
@@ -187,7 +240,8 @@ def read(case: str) -> dict:
 
 
 def differences(file: dict, measured: dict) -> list[str]:
-    """Each difference between a file and one backend's measurement: key and both numbers, None where one is absent."""
+    """Each difference between a file and one backend's measurement: key and both numbers, None
+    where one is absent."""
     tolerance, new = file.get("tolerance", TOLERANCE), dict(flatten(measured))
     unmeasured = [f".{backend}" for backend in BACKENDS if f"state_bytes.{backend}" not in new]
     old = dict(flatten(file | {"numerics": None, "tolerance": None}))
@@ -195,7 +249,9 @@ def differences(file: dict, measured: dict) -> list[str]:
     return [
         f"{key} is {old.get(key)!r} in the file, {new.get(key)!r} now"
         for key in old | new
-        if key not in old or key not in new or not abs(new[key] - old[key]) <= tolerance * abs(old[key])
+        if key not in old
+        or key not in new
+        or not abs(new[key] - old[key]) <= tolerance * abs(old[key])
     ]
 
 
@@ -212,6 +268,6 @@ def explanation(case: str, moved: list[str]) -> str:
     """The message about numbers that moved, with instructions."""
     return (
         f"tests/golden/{case}.json: {'; '.join(moved)}. If this is intended: raise numerics in "
-        f"conf/variant/{CASES[case][0]}.yaml, or for shared code NUMERICS in harness/model.py, run python -m tests.golden, "
-        "and commit both with the reason"
+        f"conf/variant/{CASES[case][0]}.yaml, or for shared code NUMERICS in harness/model.py, "
+        "run python -m tests.golden, and commit both with the reason"
     )

@@ -2,14 +2,16 @@
 
     m_z(x) = clamp((R + z - x) / R, 0, 1)
     a_x    = m_z(x) exp(s_x) / sum_y m_z(y) exp(s_y)
-    loss   = NLL + (lambda / M) sum_i z_i      over all heads i of all layers, M = heads in one layer
+    loss   = NLL + (lambda / M) sum_i z_i   over all heads i of all layers, M = heads in one layer
 
-x is the distance of a key and R the length of the ramp. z = S f with a fraction f in [0, 1] for each head. The dynamic
-span is z_t = S sigmoid(v_h . x_t + b_h), from the input x_t of the query. Departures from the paper: the nearest
-visible key has the distance x = 0 (there x = 1), so z = S - 1 already gives all S keys weight 1. The gradient at both
-ends of the ramp is that of ``torch.clamp``, 1/R with respect to z.
+x is the distance of a key and R the length of the ramp. z = S f with a fraction f in [0, 1] for
+each head. The dynamic span is z_t = S sigmoid(v_h . x_t + b_h), from the input x_t of the query.
+Departures from the paper: the nearest visible key has the distance x = 0 (there x = 1), so z = S -
+1 already gives all S keys weight 1. The gradient at both ends of the ramp is that of
+``torch.clamp``, 1/R with respect to z.
 
-The loss of one layer is lambda mean_h z_h = lambda S mean_h f_h, because M is the number of heads in one layer."""
+The loss of one layer is lambda mean_h z_h = lambda S mean_h f_h, because M is the number of
+heads in one layer."""
 
 import torch
 from torch import Tensor
@@ -24,7 +26,9 @@ def soft_mask(x: int, *, z: Tensor, ramp: int) -> Tensor:
 
 def adaptive_mask(fractions: Tensor, *, span: int, ramp: int) -> Mask:
     """The mask of learned spans z_h = S f_h from ``fractions [H]``."""
-    return lambda head, distance, query_input: soft_mask(distance, z=span * fractions[head], ramp=ramp)
+    return lambda head, distance, query_input: soft_mask(
+        distance, z=span * fractions[head], ramp=ramp
+    )
 
 
 def dynamic_mask(vectors: Tensor, *, biases: Tensor, span: int, ramp: int) -> Mask:
@@ -56,4 +60,6 @@ def span_loss(fractions: Tensor, *, span: int, weight: float) -> Tensor:
         weight: lambda, nats per byte and position."""
     heads = fractions.shape[-1]
     rows = fractions.reshape(-1, heads)
-    return sum(weight / heads * span * rows[row, h] for row in range(len(rows)) for h in range(heads)) / len(rows)
+    return sum(
+        weight / heads * span * rows[row, h] for row in range(len(rows)) for h in range(heads)
+    ) / len(rows)

@@ -1,10 +1,11 @@
 """Differential attention, 2410.05258, sections 2.1 and 2.2, pair by pair.
 
-    o_p = (1 - s) c * d / sqrt(mean of d^2 + 1e-6),    d = sum_j (a_1j - lambda a_2j) v_j,    y_t = W_o [o_1; o_2; ...],
+    o_p = (1 - s) c * d / sqrt(mean of d^2 + 1e-6),    d = sum_j (a_1j - lambda a_2j) v_j,
+    y_t = W_o [o_1; o_2; ...],
     lambda = exp(l_0 . l_1) - exp(l_2 . l_3) + s
 
-Pair p has the queries and keys of heads 2 p and 2 p + 1. Their weights a_1 and a_2 are separate softmaxes, and v is the
-concatenation of their values."""
+Pair p has the queries and keys of heads 2 p and 2 p + 1. Their weights a_1 and a_2 are separate
+softmaxes, and v is the concatenation of their values."""
 
 import torch
 from torch import Tensor
@@ -58,8 +59,15 @@ def differential(
                         key = mixed_key(wk[rows], stream[b], j, of_channels, constant=constant)
                         value = wv[value_rows] @ stream[b, j]
                         value = value.detach() if j < constant else value
-                        terms = {"distance": distance, "slope": float(slopes[h]), "query_at": t, "key_at": j}
-                        logit = score(wq[rows] @ stream[b, t], key, position=position, table=table, **terms)
+                        terms = {
+                            "distance": distance,
+                            "slope": float(slopes[h]),
+                            "query_at": t,
+                            "key_at": j,
+                        }
+                        logit = score(
+                            wq[rows] @ stream[b, t], key, position=position, table=table, **terms
+                        )
                         weights.append(torch.exp(logit))
                         values.append(value)
                     means.append(weighted_mean(weights, values, width=2 * width))

@@ -3,10 +3,11 @@
     relu      max(0, a)                       1706.03762, section 3.3
     gelu      a Phi(a)                        1606.08415, section 2, the exact form
     relu2     max(0, a)^2                     2109.08668
-    swiglu    g sigmoid(g) a                  2002.05202, section 2; V x + b is [g; a], twice as many numbers
+    swiglu   g sigmoid(g) a   2002.05202, section 2; V x + b is [g; a], twice as many numbers
     softmax   exp(a) / sum of exp(a)          1907.01470
 
-With softmax over the inner units and no biases it is attention over as many persistent vectors as there are units."""
+With softmax over the inner units and no biases it is attention over as many persistent vectors
+as there are units."""
 
 import math
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 
 def activate(inner: Tensor, *, activation: str) -> Tensor:
-    """act of the inner units, ``[F]``. ``inner`` is ``[F]``, or ``[2 F]`` for swiglu, with the gates first."""
+    """act of the inner units, ``[F]``. ``inner`` is ``[F]``, or ``[2 F]`` for swiglu, with the
+    gates first."""
     if activation == "relu":
         return torch.relu(inner)
     if activation == "gelu":
@@ -42,7 +44,8 @@ def feed_forward(
 ) -> Tensor:
     """FFN of every position of ``x [B, T, D]``.
 
-    ``up [F, D]`` (``[2 F, D]`` for swiglu) is V, ``down [D, F]`` is U, ``up_bias`` is b and ``down_bias`` is c."""
+    ``up [F, D]`` (``[2 F, D]`` for swiglu) is V, ``down [D, F]`` is U, ``up_bias`` is b and
+    ``down_bias`` is c."""
     y = torch.zeros_like(x)
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):

@@ -1,11 +1,13 @@
-"""Biases of forget gates (2503.02130): b_t = -(log f_1 + .. + log f_t), f_t = sigmoid(w_f . x_t + b_f) in each head."""
+"""Biases of forget gates (2503.02130): b_t = -(log f_1 + .. + log f_t), f_t = sigmoid(w_f . x_t
++ b_f) in each head."""
 
 import torch
 from torch import Tensor
 
 
 def forget_biases(stream: Tensor, *, weight: Tensor, bias: Tensor, constant: int = 0) -> Tensor:
-    """b ``[B, H, L]`` of inputs ``stream [B, L, D]``, for ``weight [H, D]`` (w_f) and ``bias [H]`` (b_f).
+    """b ``[B, H, L]`` of inputs ``stream [B, L, D]``, for ``weight [H, D]`` (w_f) and ``bias [H]``
+    (b_f).
 
     The gates of the first ``constant`` bytes are detached."""
     b = []

@@ -1,10 +1,14 @@
-"""The gated delta rule, 2412.06464, section 3.1, or with a decay for each channel, 2510.26692, section 3.
+"""The gated delta rule, 2412.06464, section 3.1, or with a decay for each channel, 2510.26692,
+section 3.
 
-    S <- diag(a_t) S,   S <- S + b_t k_t (v_t - S^T k_t)^T,   o_h = S^T q_t,    y_t = W_o [o_1'; ...; o_H'],
-    o' = sqrt(K) c o / sqrt(|o|^2 + 1e-6) sigmoid(W_g x_t),    b_t = sigmoid(w_b . x_t),    a_t = sigmoid(W_a x_t + b_a)
+    S <- diag(a_t) S,   S <- S + b_t k_t (v_t - S^T k_t)^T,   o_h = S^T q_t,
+    y_t = W_o [o_1'; ...; o_H'],
+    o' = sqrt(K) c o / sqrt(|o|^2 + 1e-6) sigmoid(W_g x_t),    b_t = sigmoid(w_b . x_t),
+    a_t = sigmoid(W_a x_t + b_a)
 
-Each channel of q, k and v is silu of a causal filter over its projections W x. q and k are then divided by
-sqrt(|q|^2 + 1e-6) and sqrt(|k|^2 + 1e-6). A query that does not attend to itself reads S of the byte before."""
+Each channel of q, k and v is silu of a causal filter over its projections W x. q and k are then
+divided by sqrt(|q|^2 + 1e-6) and sqrt(|k|^2 + 1e-6). A query that does not attend to itself
+reads S of the byte before."""
 
 import torch
 from torch import Tensor
@@ -37,7 +41,8 @@ def gated_delta(
         wb: ``[H, D]``, of strengths.
         filters: ``[W, 3 H K]`` for queries, keys and values, the last row for the byte itself.
         gain: ``[K]``.
-        past: ``[B, L, D]``, inputs of the same streams just before ``x``, after which S is detached.
+        past: ``[B, L, D]``, inputs of the same streams just before ``x``, after which S is
+            detached.
         others: see ``attention``."""
     stream, before, width = torch.cat([past, x], dim=1), past.shape[1], len(wq) // heads
     y = torch.zeros_like(x)
@@ -51,7 +56,14 @@ def gated_delta(
                 rows = slice(h * width, (h + 1) * width)
                 mixes = [None, None if mix is None else mix[rows], None]
                 q, k, v = (
-                    filtered(stream[b], t, matrix[rows], filters[:, n * len(wq) :][:, rows], before, mixes[n])
+                    filtered(
+                        stream[b],
+                        t,
+                        matrix[rows],
+                        filters[:, n * len(wq) :][:, rows],
+                        before,
+                        mixes[n],
+                    )
                     for n, matrix in enumerate((wq, wk, wv))
                 )
                 q, k = q / torch.sqrt(q @ q + 1e-6), k / torch.sqrt(k @ k + 1e-6)
@@ -68,9 +80,11 @@ def gated_delta(
     return y
 
 
-def filtered(stream: Tensor, t: int, matrix: Tensor, filters: Tensor, before: int, mix: Tensor | None) -> Tensor:
-    """silu(sum_i f_i * W x_{t - i}) ``[K]``, where f_0 is the last row, and inputs before the stream are zeros. ``mix``
-    mixes the projections as keys."""
+def filtered(
+    stream: Tensor, t: int, matrix: Tensor, filters: Tensor, before: int, mix: Tensor | None
+) -> Tensor:
+    """silu(sum_i f_i * W x_{t - i}) ``[K]``, where f_0 is the last row, and inputs before the
+    stream are zeros. ``mix`` mixes the projections as keys."""
     total = torch.zeros(len(matrix), dtype=stream.dtype)
     for i, tap in enumerate(reversed(filters)):
         if t - i >= 0:

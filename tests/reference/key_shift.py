@@ -1,4 +1,5 @@
-"""Mixed keys: k'_t = k_t + m (k_{t-1} - k_t), and k_{-1} = 0 (smeared keys, Olsson et al., 2022, with m per channel)."""
+"""Mixed keys: k'_t = k_t + m (k_{t-1} - k_t), and k_{-1} = 0 (smeared keys, Olsson et al., 2022,
+with m per channel)."""
 
 import torch
 from torch import Tensor

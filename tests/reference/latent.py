@@ -1,10 +1,13 @@
 """Latent attention, 2405.04434, sections 2.1.2 and 2.1.3, without compressed queries.
 
-    c_j = g * W_c x_j / sqrt(mean of squares + 1e-6),    r_j = W_r x_j,    k_hj = W_k c_j,    v_hj = W_v c_j
-    weight of j = exp((W_q x_t . k_hj + rotate(W_p x_t, t) . rotate(r_j, j)) / sqrt(K + R) - slope_h d_j)
+    c_j = g * W_c x_j / sqrt(mean of squares + 1e-6),    r_j = W_r x_j,    k_hj = W_k c_j,
+    v_hj = W_v c_j
+    s_j = (W_q x_t . k_hj + rotate(W_p x_t, t) . rotate(r_j, j)) / sqrt(K + R)
+    weight of j = exp(s_j - slope_h d_j)
 
-K is the width of a head, R that of the shared rotary key, and d_j the distance of key j from the nearest visible key.
-rotate is the identity unless positions are rotary. c and r of the past are constants, but W_k and W_v get a gradient.
+K is the width of a head, R that of the shared rotary key, and d_j the distance of key j from the
+nearest visible key. rotate is the identity unless positions are rotary. c and r of the past are
+constants, but W_k and W_v get a gradient.
 """
 
 import math
@@ -63,7 +66,9 @@ def latent_attention(
                     r = r.detach() if j < before else r
                     key = mixed_key(wk[rows], latents, j, None if mix is None else mix[rows])
                     product = query[:width] @ key + rotate(query[width:], t) @ rotate(r, j)
-                    weights.append(torch.exp(product / math.sqrt(width + shared) - slopes[h] * distance))
+                    weights.append(
+                        torch.exp(product / math.sqrt(width + shared) - slopes[h] * distance)
+                    )
                     values.append(wv[rows] @ latents[j])
                 outputs.append(weighted_mean(weights, values, width=width))
             y[b, t - before] = wo @ torch.cat(outputs)

@@ -4,7 +4,8 @@ A head of window w and dilation n sees, from the query at stream position t, the
 
     t - c - n x,   x = 0 .. w - 1,        c = 0, or 1 where a position does not attend to itself,
 
-scored as keys at distance n x. Not in the paper: with c = 1 the nearest key is the one before the query, for any n."""
+scored as keys at distance n x. Not in the paper: with c = 1 the nearest key is the one before
+the query, for any n."""
 
 from torch import Tensor
 
@@ -12,7 +13,13 @@ from tests.reference.attention import attention
 
 
 def longformer_attention(
-    x: Tensor, *, windows: list[int], dilations: list[int], attend_self: bool, past: Tensor, **others
+    x: Tensor,
+    *,
+    windows: list[int],
+    dilations: list[int],
+    attend_self: bool,
+    past: Tensor,
+    **others,
 ) -> Tensor:
     """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
@@ -26,5 +33,11 @@ def longformer_attention(
         distances = [dilations[head] * x for x in range(windows[head])]
         return [(distance, nearest - distance) for distance in distances if distance <= nearest]
 
-    common = {"heads": len(windows), "span": max(windows), "attend_self": attend_self, "visible": visible, **others}
+    common = {
+        "heads": len(windows),
+        "span": max(windows),
+        "attend_self": attend_self,
+        "visible": visible,
+        **others,
+    }
     return attention(x, past=past, start=past.shape[1], **common)

@@ -1,8 +1,9 @@
 """Perceiver AR, 2202.07765, sections 3.1 and 3.2, with consecutive blocks of latents.
 
-    latents of a block    z_t = x_t                                               t from M b to M b + M - 1
+    latents of a block   z_t = x_t   t from M b to M b + M - 1
     layer 0               z_t <- z_t + attend(norm(z_t), norm(x_r) for the last S inputs r <= t)
-    every other layer     z_t <- z_t + attend(norm(z_t), norm(z_r) for the latents r <= t of the block)
+    every other layer
+    z_t <- z_t + attend(norm(z_t), norm(z_r) for the latents r <= t of the block)
     after each of them    z_t <- z_t + U max(0, V norm(z_t) + b) + c
 
 The paper has one block, the last M of N positions."""
@@ -19,7 +20,8 @@ from tests.reference.local import local_attention
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Weights of one layer: those of attention and feed-forward by name, and the gains ``[D]`` of both norms."""
+    """Weights of one layer: those of attention and feed-forward by name, and the gains ``[D]``
+    of both norms."""
 
     attention: dict[str, Tensor]
     feed_forward: dict[str, Tensor]
@@ -39,12 +41,19 @@ def perceiver_ar(x: Tensor, *, layers: list[Layer], latents: int, span: int, hea
     Args:
         latents: M.
         span: S, the number of inputs that the first layer sees."""
-    common, no_past = {"heads": heads, "position": "rotary", "attend_self": True}, [row[:0] for row in x]
+    common, no_past = (
+        {"heads": heads, "position": "rotary", "attend_self": True},
+        [row[:0] for row in x],
+    )
     for depth, layer in enumerate(layers):
         normed = rms_norm(x, gain=layer.first_gain)
         if depth == 0:
             x = x + attention(normed, **layer.attention, span=span, **common)
         else:
-            x = x + local_attention(normed, **layer.attention, past=no_past, block=latents, **common)
-        x = x + feed_forward(rms_norm(x, gain=layer.second_gain), **layer.feed_forward, activation="relu")
+            x = x + local_attention(
+                normed, **layer.attention, past=no_past, block=latents, **common
+            )
+        x = x + feed_forward(
+            rms_norm(x, gain=layer.second_gain), **layer.feed_forward, activation="relu"
+        )
     return x

@@ -1,4 +1,5 @@
-"""Positive random features, 2009.14794, section 2.3: the product of features, whose mean is exp(q . k / sqrt(K)).
+"""Positive random features, 2009.14794, section 2.3: the product of features, whose mean is exp(q .
+k / sqrt(K)).
 
     phi(x)_i = exp(w_i . x' - |x'|^2 / 2) / sqrt(m),    x' = x / K^(1/4),    i = 1 .. m
 
@@ -13,7 +14,9 @@ from tests.reference.linear import Product
 def positive_features(x: Tensor, *, rows: Tensor) -> Tensor:
     """phi ``[m]`` of a query or key ``[K]``, with ``rows [m, K]``."""
     scaled = x / len(x) ** 0.25
-    return torch.stack([torch.exp(row @ scaled - scaled @ scaled / 2) / len(rows) ** 0.5 for row in rows])
+    return torch.stack(
+        [torch.exp(row @ scaled - scaled @ scaled / 2) / len(rows) ** 0.5 for row in rows]
+    )
 
 
 def random_feature_product(rows: Tensor) -> Product:

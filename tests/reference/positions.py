@@ -2,12 +2,13 @@
 
     none        s = q . k / sqrt(K)                          1706.03762, section 3.2.1
     rotary      s = (R_t q) . (R_r k) / sqrt(K)              2104.09864, section 3.2
-    relative    s = q . (k + p_x) / sqrt(K)                  1905.07799, section 2; the division is from its code
+    relative   s = q . (k + p_x) / sqrt(K)   1905.07799, section 2; the division is from its code
     alibi       s = q . k / sqrt(K) - slope_h x              2108.12409, section 3
     sinusoidal  added to the input, so the score is "none"   1706.03762, section 3.5
 
-t and r are the stream positions of query and key. x is the distance of a visible key from the nearest visible key,
-which is at the query's own position if it attends to itself, else at the position before."""
+t and r are the stream positions of query and key. x is the distance of a visible key from the
+nearest visible key, which is at the query's own position if it attends to itself, else at the
+position before."""
 
 import math
 
@@ -20,8 +21,8 @@ ROTARY_BASE = 10_000.0
 def rotary(x: Tensor, *, position: int) -> Tensor:
     """R_position x: a vector ``[..., K]`` (K even) rotated by its absolute ``position``.
 
-    Coordinates i and i + K/2 are rotated by position * base^(-2i/K) radians. The angle is rounded to float64, so its
-    error at position 10^7 is about 1e-9."""
+    Coordinates i and i + K/2 are rotated by position * base^(-2i/K) radians. The angle is rounded
+    to float64, so its error at position 10^7 is about 1e-9."""
     width = x.shape[-1]
     angles = [position * ROTARY_BASE ** (-2 * i / width) for i in range(width // 2)]
     cos = torch.tensor([math.cos(angle) for angle in angles], dtype=torch.float64)
@@ -31,7 +32,8 @@ def rotary(x: Tensor, *, position: int) -> Tensor:
 
 
 def sinusoid(position: int, *, d_model: int) -> Tensor:
-    """The vector ``[D]`` added to the input at ``position``: sines at even, cosines at odd dimensions."""
+    """The vector ``[D]`` added to the input at ``position``: sines at even, cosines at odd
+    dimensions."""
     encoding = torch.empty(d_model, dtype=torch.float64)
     for dimension in range(d_model):
         angle = position / 10_000.0 ** ((dimension - dimension % 2) / d_model)
@@ -42,8 +44,8 @@ def sinusoid(position: int, *, d_model: int) -> Tensor:
 def alibi_slopes(heads: int) -> Tensor:
     """Slopes ``[H]``: 2^(-8 (h + 1) / H) if H is a power of two.
 
-    Otherwise let P be the largest power of two below H. The slopes are the P slopes of P heads, followed by the first,
-    third, fifth, ... slopes of 2 P heads."""
+    Otherwise let P be the largest power of two below H. The slopes are the P slopes of P heads,
+    followed by the first, third, fifth, ... slopes of 2 P heads."""
     power = 2 ** (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     between = [2 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]

@@ -2,11 +2,12 @@
 
     q = Norm(W x + a)                        one query of width Dq per head, halves q1 and q2
     s_ij = c_i . q1 + c'_j . q2              the score of slot i C + j; without a scale
-    I = the k best slots                     w = softmax of their scores (or relu of each, 2310.10837)
+    I = the k best slots   w = softmax of their scores (or relu of each, 2310.10837)
     m(x) = sum over heads and over I of w_i v_i      one value table for all heads
 
-The norm of the queries is the paper's BatchNorm over the H Dq features, with the statistics of all B T rows, or, as our
-default, LayerNorm over the query of each head, of width Dq, with a weight and a bias that all heads share."""
+The norm of the queries is the paper's BatchNorm over the H Dq features, with the statistics of all
+B T rows, or, as our default, LayerNorm over the query of each head, of width Dq, with a weight
+and a bias that all heads share."""
 
 from collections.abc import Callable
 
@@ -20,7 +21,9 @@ Norm = tuple[str, Tensor, Tensor, float]
 """("layer", weight [Dq], bias [Dq], eps) or ("batch", weight [H Dq], bias [H Dq], eps)."""
 
 
-def queries(x: Tensor, *, weight: Tensor, bias: Tensor | None, norm: Norm | None, heads: int) -> Tensor:
+def queries(
+    x: Tensor, *, weight: Tensor, bias: Tensor | None, norm: Norm | None, heads: int
+) -> Tensor:
     """The normalised queries ``[B, T, H, Dq]`` of the inputs ``x [B, T, D]``."""
     rows = torch.stack([weight @ x[b, t] for b in range(x.shape[0]) for t in range(x.shape[1])])
     if bias is not None:
@@ -31,7 +34,9 @@ def queries(x: Tensor, *, weight: Tensor, bias: Tensor | None, norm: Norm | None
     split = rows.reshape(len(rows), heads, -1)
     if kind == "layer":
         normed = [
-            layer_norm(split[r, h], weight=scale, bias=shift, eps=eps) for r in range(len(rows)) for h in range(heads)
+            layer_norm(split[r, h], weight=scale, bias=shift, eps=eps)
+            for r in range(len(rows))
+            for h in range(heads)
         ]
         split = torch.stack(normed)
     return split.reshape(*x.shape[:2], heads, -1)
@@ -80,7 +85,9 @@ def product_key_memory(
             answer = torch.zeros(x.shape[2], dtype=torch.float64)
             for h in range(heads):
                 slots, scores = best_slots(query[b, t, h], keys=keys[h], top_k=top_k)
-                for slot, weight in zip(slots, activate(scores, activation=activation), strict=True):
+                for slot, weight in zip(
+                    slots, activate(scores, activation=activation), strict=True
+                ):
                     answer = answer + weight * factor(slot, x[b, t]) * values[slot]
             y[b, t] = answer
     return y

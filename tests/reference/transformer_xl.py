@@ -1,11 +1,12 @@
 """Transformer-XL's attention, 1901.02860, section 3.3, with the four terms of each score.
 
     A_tj = q_t . k_j + q_t . W_R r_x + u_h . k_j + v_h . W_R r_x
-    a_t  = softmax over visible j of A_tj / sqrt(K),   o_t = sum_j a_tj v_j,   y_t = W_o [o_1; ...; o_H]
+    a_t  = softmax over visible j of A_tj / sqrt(K),   o_t = sum_j a_tj v_j,
+    y_t = W_o [o_1; ...; o_H]
 
-r_x ``[D]`` is the sinusoid of x, with alternating sines and cosines (1706.03762, section 3.5). Departures: x is
-the distance of a key from the nearest visible key (in the paper x = t - j, which is equal if a query attends to
-itself), and every query sees at most S keys."""
+r_x ``[D]`` is the sinusoid of x, with alternating sines and cosines (1706.03762, section 3.5).
+Departures: x is the distance of a key from the nearest visible key (in the paper x = t - j, which
+is equal if a query attends to itself), and every query sees at most S keys."""
 
 import math
 

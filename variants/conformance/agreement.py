@@ -1,10 +1,12 @@
-"""Agreement of models with equal weights: logits and the gradient of every parameter over segments with carried state.
+"""Agreement of models with equal weights: logits and the gradient of every parameter over segments
+with carried state.
 
     error = |actual - expected| / |expected|,    |x| the root mean square of x
 
-The error of a tensor must be at most ``tolerance`` or, if that is larger, twice the error of plain PyTorch in the same
-precision. No entry may be off by more than four times this bound, relative to the largest entry. If an expected
-gradient vanishes, as for a key projection's bias, its error is relative to a hundredth of all tensors' median |x|."""
+The error of a tensor must be at most ``tolerance`` or, if that is larger, twice the error of plain
+PyTorch in the same precision. No entry may be off by more than four times this bound, relative to
+the largest entry. If an expected gradient vanishes, as for a key projection's bias, its error is
+relative to a hundredth of all tensors' median |x|."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,23 +17,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from variants.conformance.fixture import MODES, Subject, Verdict, gradients_of, seed_cpu, spread_projected
+from variants.conformance.fixture import (
+    MODES,
+    Subject,
+    Verdict,
+    gradients_of,
+    seed_cpu,
+    spread_projected,
+)
 
 PLAIN_FACTOR = 2.0
 PEAK_FACTOR = 4.0
 SMALL_TENSOR = 64
-"""With fewer entries, plain PyTorch's error may be small by luck; its largest error of all tensors is used instead."""
+"""With fewer entries, plain PyTorch's error may be small by luck; its largest error of all
+tensors is used instead."""
 VANISHING_SHARE = 1e-2
 FLOAT64_TOLERANCE = 1e-9
 
 
 def logits_and_gradients(
-    model: nn.Module, tokens: Tensor, segments: Sequence[int], *, forward: Callable | None = None, autocast=nullcontext
+    model: nn.Module,
+    tokens: Tensor,
+    segments: Sequence[int],
+    *,
+    forward: Callable | None = None,
+    autocast=nullcontext,
 ) -> dict[str, Tensor]:
     """Logits of every segment and every gradient, in float64 on the CPU.
 
     Args:
-        tokens: int64 ``[B, T + 1]`` on the model's device, T = sum of ``segments``; the last byte is only predicted.
+        tokens: int64 ``[B, T + 1]`` on the model's device, T = sum of ``segments``; the last byte
+            is only predicted.
         forward: function to call in place of ``model``.
         autocast: returns the context of a forward pass."""
     model.zero_grad(set_to_none=True)
@@ -45,14 +61,22 @@ def logits_and_gradients(
         outputs[f"logits of segment {index}"], state = out.logits, out.state
         (F.cross_entropy(out.logits.flatten(0, 1), target.flatten()) + out.loss).backward()
     zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
-    outputs |= {f"the gradient of {name}": gradient for name, gradient in (zeros | gradients_of(model)).items()}
+    outputs |= {
+        f"the gradient of {name}": gradient
+        for name, gradient in (zeros | gradients_of(model)).items()
+    }
     return {name: x.detach().cpu().double() for name, x in outputs.items()}
 
 
 def compare(
-    actual: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float, plain: dict[str, Tensor] | None = None
+    actual: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    *,
+    tolerance: float,
+    plain: dict[str, Tensor] | None = None,
 ) -> tuple[bool, str]:
-    """Whether all errors are within their tolerances, and the error that is largest relative to its tolerance.
+    """Whether all errors are within their tolerances, and the error that is largest relative to its
+    tolerance.
 
     Args:
         tolerance: an error that is always allowed.
@@ -71,14 +95,17 @@ def compare(
 
 
 def equal_backends(fast: Subject, plain: Subject) -> Verdict:
-    """Compare two backends of a model in float64, with uneven spans, in segments shorter and longer than the window."""
+    """Compare two backends of a model in float64, with uneven spans, in segments shorter and
+    longer than the window."""
     segments = (1, fast.span + 2, 1, fast.span + 1)
     tokens = fast.random_bytes(length=sum(segments) + 1, streams=2)
     for mode in MODES:
         models = (spread_projected(subject.build(mode=mode), 0.0, 1.0) for subject in (fast, plain))
         actual, expected = (logits_and_gradients(model, tokens, segments) for model in models)
         if actual.keys() != expected.keys():
-            yield f"{mode}: only one backend has {', '.join(sorted(actual.keys() ^ expected.keys()))}"
+            yield (
+                f"{mode}: only one backend has {', '.join(sorted(actual.keys() ^ expected.keys()))}"
+            )
             continue
         equal, detail = compare(actual, expected, tolerance=FLOAT64_TOLERANCE)
         if not equal:
@@ -88,12 +115,16 @@ def equal_backends(fast: Subject, plain: Subject) -> Verdict:
 
 def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """The error of each output by name; infinity if an entry is not finite."""
-    smallest_scale = VANISHING_SHARE * median(x.square().mean().sqrt().item() for x in expected.values())
+    smallest_scale = VANISHING_SHARE * median(
+        x.square().mean().sqrt().item() for x in expected.values()
+    )
     smallest_scale = max(smallest_scale, 1e-300)
     error_of = {}
     for name, x in expected.items():
         difference = actual[name] - x
-        error = difference.square().mean().sqrt() / x.square().mean().sqrt().clamp(min=smallest_scale)
+        error = difference.square().mean().sqrt() / x.square().mean().sqrt().clamp(
+            min=smallest_scale
+        )
         peak = difference.abs().max() / x.abs().max().clamp(min=smallest_scale) / PEAK_FACTOR
         error_of[name] = torch.maximum(error, peak).nan_to_num(math.inf, math.inf).item()
     return error_of

@@ -1,4 +1,5 @@
-"""Fixture of the conformance suite: the model under test, its outputs sublayer by sublayer, and their differences."""
+"""Fixture of the conformance suite: the model under test, its outputs sublayer by sublayer, and
+their differences."""
 
 import math
 from collections.abc import Callable, Generator, Iterator
@@ -19,7 +20,8 @@ MODES = ("eval", "train")
 EXACT = 1e-300  # a tolerance that equal bits pass
 MATRIX_FACTOR = 10  # by which checks of large weights multiply matrices
 Verdict = Generator[str, None, str | None]
-"""A running check: it yields a line for each broken promise, and may return a detail to print if none is broken."""
+"""A running check: it yields a line for each broken promise, and may return a detail to print if
+none is broken."""
 Outputs = dict[str, Tensor]
 """Each sublayer's y ``[B, T, D]`` by name, in order of execution, then the logits ``[B, T, V]``."""
 
@@ -35,7 +37,8 @@ class Subject:
     sizes: tuple = ()  # the sizes of a run; empty to check at small sizes
     text: Tensor | None = None  # bytes of the run's corpus ``[n]``; None for the bytes of this file
     forward_pass: list[str] = field(default_factory=list)
-    """Mode and bytes of the forward pass that a model of this subject is running; empty between passes."""
+    """Mode and bytes of the forward pass that a model of this subject is running; empty between
+    passes."""
 
     @cached_property
     def sublayers(self) -> dict[str, Sublayer]:
@@ -55,7 +58,9 @@ class Subject:
         """Bytes per stream: more than two windows and more than six periods."""
         return max(2 * self.span, 6 * self.period) + 5
 
-    def build(self, *, seed: int = 0, dtype: torch.dtype = torch.float64, mode: str = "eval") -> nn.Module:
+    def build(
+        self, *, seed: int = 0, dtype: torch.dtype = torch.float64, mode: str = "eval"
+    ) -> nn.Module:
         """Build a model in ``mode``, with its parameters perturbed."""
         seed_cpu(seed)
         model = perturb(self.make_model().to(dtype)).train(mode == "train")
@@ -81,13 +86,16 @@ class Subject:
         text = self.text
         if text is None:
             text = torch.tensor(list(Path(__file__).read_bytes()))
-        places = torch.randint(len(text), (streams, 1), generator=torch.Generator().manual_seed(seed))
+        places = torch.randint(
+            len(text), (streams, 1), generator=torch.Generator().manual_seed(seed)
+        )
         excerpts = text[(places + torch.arange(length)) % len(text)].long() % self.vocabulary
         return torch.where(torch.arange(streams)[:, None] % 2 == 1, excerpts, tokens)
 
     def evaluated(self) -> tuple[nn.Module, Tensor, tuple[int, ...]]:
-        """A model, random bytes of a segment of each length that the run evaluates, and where to cut
-        them; or of two small segments. At the sizes of a run the model is in float32, which is faster."""
+        """A model, random bytes of a segment of each length that the run evaluates, and where to
+        cut them; or of two small segments. At the sizes of a run the model is in float32, which
+        is faster."""
         lengths = {size.segment: None for size in self.sizes if size.mode == "eval"}
         lengths = [*lengths] or [self.span + 2] * 2
         model = self.build(dtype=torch.float32 if self.sizes else torch.float64)
@@ -98,14 +106,20 @@ class Subject:
         """Replace every byte by another one."""
         return (tokens + self.vocabulary // 2) % self.vocabulary
 
-    def deterministic_models(self) -> Iterator[tuple[str, nn.Module, Callable[[], AbstractContextManager]]]:
+    def deterministic_models(
+        self,
+    ) -> Iterator[tuple[str, nn.Module, Callable[[], AbstractContextManager]]]:
         """Each mode, a model in it, and a context in which the model draws no random number."""
-        return ((mode, self.build(mode=mode), context) for mode, context in self.deterministic_contexts.items())
+        return (
+            (mode, self.build(mode=mode), context)
+            for mode, context in self.deterministic_contexts.items()
+        )
 
     @cached_property
     def deterministic_contexts(self) -> dict[str, Callable[[], AbstractContextManager]]:
-        """By mode, a context in which a forward pass draws no random number: ``nullcontext`` if the pass draws none.
-        ``train`` is missing if training draws random numbers other than those of dropout."""
+        """By mode, a context in which a forward pass draws no random number: ``nullcontext`` if the
+        pass draws none. ``train`` is missing if training draws random numbers other than those
+        of dropout."""
         model, tokens = self.build(mode="train"), self.random_bytes()
         run(model, tokens, seed=1)
         if torch.equal(torch.get_rng_state(), seed_cpu(1).get_state()):
@@ -117,16 +131,18 @@ class Subject:
 
 
 def seed_cpu(seed: int) -> torch.Generator:
-    """Seed the CPU's generator and return it. ``torch.manual_seed`` formats a stack trace for each type of device,
-    which takes longer than a forward pass."""
+    """Seed the CPU's generator and return it. ``torch.manual_seed`` formats a stack trace for each
+    type of device, which takes longer than a forward pass."""
     return torch.default_generator.manual_seed(seed)
 
 
 @torch.no_grad()
 def perturb(model: nn.Module) -> nn.Module:
-    """Add noise to all parameters and return the model: a matrix of zeros would hide the computation before it."""
+    """Add noise to all parameters and return the model: a matrix of zeros would hide the
+    computation before it."""
     for parameter in model.parameters():
-        parameter.add_(0.1 * torch.randn(parameter.shape))  # float32 noise is equal for any precision of the model
+        # float32 noise is equal for any precision of the model
+        parameter.add_(0.1 * torch.randn(parameter.shape))
     model.project_()
     return model
 
@@ -137,7 +153,8 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 class NoDropout(TorchDispatchMode):
-    """Replace Bernoulli draws by their mean. Dropout then multiplies by 1, so training is equal for any segments."""
+    """Replace Bernoulli draws by their mean. Dropout then multiplies by 1, so training is equal
+    for any segments."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.bernoulli_.float:
@@ -153,7 +170,9 @@ class CountElements(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         output = function(*args, **(kwargs or {}))
-        self.elements += sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        self.elements += sum(
+            leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)
+        )
         return output
 
 
@@ -168,7 +187,11 @@ class Rounded(TorchDispatchMode):
         output = function(*args, **(kwargs or {}))
         if not getattr(function, "is_view", False):
             for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout == torch.strided:
+                if (
+                    isinstance(leaf, Tensor)
+                    and leaf.is_floating_point()
+                    and leaf.layout == torch.strided
+                ):
                     leaf.copy_(leaf.to(self.dtype))
         return output
 
@@ -200,7 +223,10 @@ def run(
             raise ValueError(f"{name} maps {tuple(inputs[0].shape)} to {tuple(out.y.shape)}")
         pieces[-1][name] = out.y.detach()
 
-    hooks = [sublayer.register_forward_hook(partial(record, name)) for name, sublayer in model.sublayers()]
+    hooks = [
+        sublayer.register_forward_hook(partial(record, name))
+        for name, sublayer in model.sublayers()
+    ]
     try:
         with torch.set_grad_enabled(gradients):
             for begin, end in zip((0, *cuts), (*cuts, tokens.shape[1]), strict=True):
@@ -215,12 +241,16 @@ def run(
     return {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}, state
 
 
-def differences(case: str, expected: Outputs, actual: Outputs, *, tolerance: float | None = None) -> list[str]:
-    """A list of one line about the first output that differs, with size and position of the difference; or empty.
+def differences(
+    case: str, expected: Outputs, actual: Outputs, *, tolerance: float | None = None
+) -> list[str]:
+    """A list of one line about the first output that differs, with size and position of the
+    difference; or empty.
 
     Args:
         case: describes the comparison; the line begins with it.
-        tolerance: relative to the largest entry, or to 1 if that is larger; None for a default by dtype."""
+        tolerance: relative to the largest entry, or to 1 if that is larger; None for a default
+            by dtype."""
     for name, a in expected.items():
         b = actual[name]
         if a.shape != b.shape:
@@ -229,10 +259,14 @@ def differences(case: str, expected: Outputs, actual: Outputs, *, tolerance: flo
             continue
         allowed = tolerance or (1e-9 if a.dtype == torch.float64 else 1e-5)
         unchanged = (a == b) | (a.isnan() & b.isnan())
-        sizes = (a - b).abs().nan_to_num(math.inf).masked_fill(unchanged, 0).flatten(2).amax(-1)  # [B, T]
+        # [B, T]
+        sizes = (a - b).abs().nan_to_num(math.inf).masked_fill(unchanged, 0).flatten(2).amax(-1)
         if sizes.max() > allowed * a.abs().nan_to_num(0, 0, 0).max().clamp(min=1):
             hint = ", as rounding in float32 would" if sizes.max() < 1e-5 else ""
-            return [f"{case}: {name} moved by {sizes.max().item():.2g} at {position_of_largest(sizes)}{hint}"]
+            return [
+                f"{case}: {name} moved by {sizes.max().item():.2g} at "
+                f"{position_of_largest(sizes)}{hint}"
+            ]
     return []
 
 
@@ -241,14 +275,20 @@ def select_streams(outputs: Outputs, index: slice | list[int]) -> Outputs:
 
 
 def non_finite(case: str, outputs: Outputs) -> list[str]:
-    """A line for each output with an entry that is not finite: the first such byte, and their number."""
+    """A line for each output with an entry that is not finite: the first such byte, and their
+    number."""
     masks = {name: ~y.isfinite().flatten(2).all(-1) for name, y in outputs.items()}  # [B, T]
     line = "{}: {} is not finite at {} ({} of {} bytes)"
-    return [line.format(case, n, position_of_largest(m.int()), m.sum(), m.numel()) for n, m in masks.items() if m.any()]
+    return [
+        line.format(case, n, position_of_largest(m.int()), m.sum(), m.numel())
+        for n, m in masks.items()
+        if m.any()
+    ]
 
 
 def position_of_largest(sizes: Tensor) -> str:
-    """Byte and stream of the largest entry of ``sizes [B, T]``, or of the first one if there are several."""
+    """Byte and stream of the largest entry of ``sizes [B, T]``, or of the first one if there are
+    several."""
     stream, byte = divmod(sizes.argmax().item(), sizes.shape[1])
     return f"byte {byte} of stream {stream}"
 
@@ -267,22 +307,31 @@ def projected_parameters(model: nn.Module) -> list[nn.Parameter]:
 def spread_projected(model: nn.Module, low: float, high: float) -> nn.Module:
     """Spread the ``projected_parameters`` over their legal ranges, and return the model.
 
-    A parameter that ``project_`` clamps at two ends gets values in random order from share ``low`` to share ``high`` of
-    its range, both included. A parameter that is clamped at one end moves away from that end."""
+    A parameter that ``project_`` clamps at two ends gets values in random order from share ``low``
+    to share ``high`` of its range, both included. A parameter that is clamped at one end moves
+    away from that end."""
     parameters = projected_parameters(model)
     starts, ends = [p.clone() for p in parameters], []
     for shift in (-1e3, 1e3):
         for parameter, start in zip(parameters, starts, strict=True):
             parameter.copy_(start + shift)
         model.project_()
-        ends.append([(p.clone(), p == start + shift) for p, start in zip(parameters, starts, strict=True)])
-    for parameter, start, (least, free_below), (most, free_above) in zip(parameters, starts, *ends, strict=True):
+        ends.append(
+            [(p.clone(), p == start + shift) for p, start in zip(parameters, starts, strict=True)]
+        )
+    for parameter, start, (least, free_below), (most, free_above) in zip(
+        parameters, starts, *ends, strict=True
+    ):
         share = torch.rand(start.numel())
         if len(share) > 1:
             share[0], share[-1] = 0, 1
         share = low + (high - low) * share[torch.randperm(len(share))]
         bounded = torch.lerp(least, most, share.view(start.shape).to(start))
         bounded = torch.where(free_above, start.maximum(least + 0.1), bounded)
-        parameter.copy_(torch.where(free_below, torch.where(free_above, start, start.minimum(most - 0.1)), bounded))
+        parameter.copy_(
+            torch.where(
+                free_below, torch.where(free_above, start, start.minimum(most - 0.1)), bounded
+            )
+        )
     model.project_()
     return model

@@ -39,8 +39,10 @@ NOISE_FACTOR = 8.0
 """By which an error may exceed the largest one that rounding the outputs of all operations makes. A
 kernel also rounds the sums inside it."""
 PRECISION_DRAWS = 5
-"""In a network of four ReLU layers, one draw in four has a gradient that a kink changes by more than 1e-4."""
-N_DRAWS = 12  # draws of parameters and inputs; in at least one of them a sublayer must use its whole reach
+"""In a network of four ReLU layers, one draw in four has a gradient that a kink changes by more
+than 1e-4."""
+# draws of parameters and inputs; in at least one of them a sublayer must use its whole reach
+N_DRAWS = 12
 
 
 def check_gradients(subject: Subject) -> Verdict:
@@ -70,7 +72,9 @@ def check_gradients(subject: Subject) -> Verdict:
 
     logits, loss = forward()
     upstream = unit_vector(logits)
-    model.zero_grad()  # a model that shares parameters with an earlier one may have gradients; another check reports it
+    # a model that shares parameters with an earlier one may have gradients; another check reports
+    # it
+    model.zero_grad()
     weighted_sum, of_logits = (logits * upstream).sum(), {}
     if "likelihood" in subject.limits:
         weighted_sum.backward(retain_graph=True)
@@ -87,7 +91,11 @@ def check_gradients(subject: Subject) -> Verdict:
     for group, parameters in groups.items():
         directions = {name: unit_vector(parameter) for name, parameter in parameters.items()}
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        slope = sum((gradients[name] * directions[name]).sum().item() for name in parameters if name in gradients)
+        slope = sum(
+            (gradients[name] * directions[name]).sum().item()
+            for name in parameters
+            if name in gradients
+        )
         slopes = []
         for step in (STEP, -STEP):  # at a kink, one of the two sides is right
             with torch.no_grad():
@@ -107,15 +115,21 @@ def check_gradients(subject: Subject) -> Verdict:
             # At many bytes, a selection such as top-k changes within any step, on both sides.
             if subject.sizes and not math.isclose(*slopes, rel_tol=SMOOTH):
                 continue
-            change = f"the loss changes by {slopes[0]:.6g} or {slopes[1]:.6g}, its gradient says {slope:.6g}"
+            change = (
+                f"the loss changes by {slopes[0]:.6g} or {slopes[1]:.6g}, its gradient says "
+                f"{slope:.6g}"
+            )
             yield f"train: along a direction of {group} {change}"
 
 
 def _training_bytes(subject: Subject) -> tuple[Tensor, int]:
-    """Bytes of a training segment of a run, and of a past if one is carried; and the length of the past."""
+    """Bytes of a training segment of a run, and of a past if one is carried; and the length of
+    the past."""
     size = next(size for size in subject.sizes if size.mode == "train")
     n_past = size.segment * size.carry
-    return subject.mixed_bytes(length=n_past + size.segment, streams=min(2, size.streams), seed=0), n_past
+    return subject.mixed_bytes(
+        length=n_past + size.segment, streams=min(2, size.streams), seed=0
+    ), n_past
 
 
 def check_modes(subject: Subject) -> Verdict:
@@ -123,23 +137,27 @@ def check_modes(subject: Subject) -> Verdict:
     if subject.sizes:
         tokens, n_past = _training_bytes(subject)
         cuts = (n_past,) if n_past else ()
-    models = list(subject.deterministic_models())  # built before any runs, in case two models share a parameter
+    # built before any runs, in case two models share a parameter
+    models = list(subject.deterministic_models())
     outputs = []
     for mode, model, context in models:
         with context():
             outputs.append(run(model, tokens, cuts=cuts, gradients=mode == "train")[0])
     if len(outputs) == 1:
-        yield "train: draws random numbers that are not dropout's, so it cannot be compared with eval"
+        yield (
+            "train: draws random numbers that are not dropout's, so it cannot be compared with eval"
+        )
     else:
         yield from differences("train without dropout, against eval", *outputs)
 
 
 def check_precision(subject: Subject) -> Verdict:
-    """Compare logits and gradients in float32, and in bfloat16 autocast, with those in float64. Where
-    rounding changes a selection such as top-k, or terms cancel, they differ by more than rounding.
-    The same happens in float64 if the output of each operation is rounded; that is allowed, too.
-    Rounding may also move one input of a ReLU past its kink, which changes a few gradients, but no
-    output by much. So a difference of gradients alone counts if it is in all ``PRECISION_DRAWS``."""
+    """Compare logits and gradients in float32, and in bfloat16 autocast, with those in float64.
+    Where rounding changes a selection such as top-k, or terms cancel, they differ by more than
+    rounding. The same happens in float64 if the output of each operation is rounded; that is
+    allowed, too. Rounding may also move one input of a ReLU past its kink, which changes a few
+    gradients, but no output by much. So a difference of gradients alone counts if it is in all
+    ``PRECISION_DRAWS``."""
     for precision in PRECISIONS:
         for draw in range(PRECISION_DRAWS):
             lines = dict(_precision_errors(subject, precision, draw))
@@ -149,7 +167,8 @@ def check_precision(subject: Subject) -> Verdict:
 
 
 def _precision_errors(subject: Subject, precision: str, draw: int) -> Iterator[tuple[str, str]]:
-    """Yield ``LOGITS`` or ``GRADIENT`` with a line if these differ too much in a draw of parameters and bytes."""
+    """Yield ``LOGITS`` or ``GRADIENT`` with a line if these differ too much in a draw of
+    parameters and bytes."""
     mode = "train" if "train" in subject.deterministic_contexts else "eval"
     tokens = subject.mixed_bytes(length=sum(PRECISION_SEGMENTS) + 1, streams=2, seed=draw)
     outputs_of = partial(logits_and_gradients, tokens=tokens, segments=PRECISION_SEGMENTS)
@@ -175,8 +194,8 @@ def _precision_errors(subject: Subject, precision: str, draw: int) -> Iterator[t
 
 
 def check_reach_used(subject: Subject) -> Verdict:
-    """Check that in some draw an output depends on the byte at the end of the declared reach. Draws differ in spans
-    (all longest, mixed, all shortest) and in the size of inputs (1 or 3)."""
+    """Check that in some draw an output depends on the byte at the end of the declared reach. Draws
+    differ in spans (all longest, mixed, all shortest) and in the size of inputs (1 or 3)."""
     remaining = {name: sublayer.reach() for name, sublayer in subject.sublayers.items()}
     remaining = {name: n for name, n in remaining.items() if n is None or 0 < n < LONGEST_STREAM}
     for draw in range(N_DRAWS if remaining else 0):
@@ -184,7 +203,9 @@ def check_reach_used(subject: Subject) -> Verdict:
         width = next(iter(run(model, subject.random_bytes(length=1))[0].values())).shape[-1]
         size = (1, 3)[draw // 3 % 2]
         for name, sublayer in model.sublayers():
-            if name in remaining and _uses_reach(sublayer, remaining[name], subject, width=width, size=size):
+            if name in remaining and _uses_reach(
+                sublayer, remaining[name], subject, width=width, size=size
+            ):
                 del remaining[name]
         if not remaining:
             break
@@ -195,8 +216,11 @@ def check_reach_used(subject: Subject) -> Verdict:
 
 
 @torch.no_grad()
-def _uses_reach(sublayer: Sublayer, reach: int | None, subject: Subject, *, width: int, size: float) -> bool:
-    """Whether changing an early byte moves the output ``reach`` bytes later; for None, whether byte 0 moves the end."""
+def _uses_reach(
+    sublayer: Sublayer, reach: int | None, subject: Subject, *, width: int, size: float
+) -> bool:
+    """Whether changing an early byte moves the output ``reach`` bytes later; for None, whether
+    byte 0 moves the end."""
     positions = range(1) if reach is None else range(max(4, subject.period))
     length = subject.length if reach is None else reach + len(positions)
 
@@ -212,22 +236,27 @@ def _uses_reach(sublayer: Sublayer, reach: int | None, subject: Subject, *, widt
         first, last = length - subject.period, length
         if reach is not None:
             first, last = position + reach, position + reach + 1
-        # An output that the byte does not move is equal, except where sums add terms and subtract them again.
+        # An output that the byte does not move is equal, except where sums add terms and subtract
+        # them again.
         if (forward(changed) - before)[first:last].abs().max() > 1e-14 * before.abs().max():
             return True
     return False
 
 
 def check_likelihood(subject: Subject) -> Verdict:
-    """Check that every parameter gets a gradient from the likelihood alone, without the auxiliary loss."""
-    segment = max(subject.span, 3 * subject.period) + 2  # no gradient enters a state: a segment must hold whole blocks
+    """Check that every parameter gets a gradient from the likelihood alone, without the
+    auxiliary loss."""
+    # no gradient enters a state: a segment must hold whole blocks
+    segment = max(subject.span, 3 * subject.period) + 2
     remaining = {name for name, p in subject.build().named_parameters() if p.requires_grad}
     for draw in range(3):
         model = spread_projected(subject.build(seed=draw, mode="train"), 0.2, 0.8)
         tokens, state, total = subject.random_bytes(seed=draw), None, 0
         for inputs in tokens.split(segment, dim=1):
             logits, state, *_ = model(inputs, state)
-            total = total + F.cross_entropy(logits.flatten(0, 1), subject.change_all(inputs).flatten())
+            total = total + F.cross_entropy(
+                logits.flatten(0, 1), subject.change_all(inputs).flatten()
+            )
         total.backward()
         remaining -= {name for name, gradient in gradients_of(model).items() if gradient.any()}
         if not remaining:
@@ -237,29 +266,42 @@ def check_likelihood(subject: Subject) -> Verdict:
 
 
 def check_streams(subject: Subject) -> Verdict:
-    """Check three streams after a past; and the first, middle and last stream of large batches, each against itself in
-    a batch of these three."""
+    """Check three streams after a past; and the first, middle and last stream of large batches,
+    each against itself in a batch of these three."""
     head, tail = subject.random_bytes().tensor_split([subject.span + 2], dim=1)
     order, last_two, second = [2, 0, 1], slice(1, 3), slice(1, 2)
     for mode, model, context in subject.deterministic_models():
         with context():
             _, state = run(model, head)
             expected, _ = run(model, tail, state=state)
-            first_changed, _ = run(model, torch.cat([subject.change_all(tail[:1]), tail[1:]]), state=state)
+            first_changed, _ = run(
+                model, torch.cat([subject.change_all(tail[:1]), tail[1:]]), state=state
+            )
             reordered, _ = run(model, tail[order], state=map_state(lambda t: t[order], state))
-            joined, _ = run(model, tail, state=cat_streams([run(model, row[None])[1] for row in head]))
+            joined, _ = run(
+                model, tail, state=cat_streams([run(model, row[None])[1] for row in head])
+            )
             single, _ = run(model, tail[second], state=map_state(lambda t: t[second], state))
         unchanged = (select_streams(outputs, last_two) for outputs in (expected, first_changed))
         yield from differences(f"{mode}, stream 0 changed", *unchanged)
         expected_order = select_streams(expected, order)
-        yield from differences(f"{mode}, streams and states in another order", expected_order, reordered)
+        yield from differences(
+            f"{mode}, streams and states in another order", expected_order, reordered
+        )
         yield from differences(f"{mode}, states of single streams concatenated", expected, joined)
-        yield from differences(f"{mode}, stream 1 alone, its state sliced", select_streams(expected, second), single)
+        yield from differences(
+            f"{mode}, stream 1 alone, its state sliced", select_streams(expected, second), single
+        )
         for streams in subject.batch_sizes:
             tokens, three = subject.random_bytes(streams=streams), [0, streams // 2, streams - 1]
             with context():
-                large, small = (run(model, part, cuts=(subject.span + 2,))[0] for part in (tokens, tokens[three]))
-            yield from differences(f"{mode}, {streams} streams at once", small, select_streams(large, three))
+                large, small = (
+                    run(model, part, cuts=(subject.span + 2,))[0]
+                    for part in (tokens, tokens[three])
+                )
+            yield from differences(
+                f"{mode}, {streams} streams at once", small, select_streams(large, three)
+            )
 
 
 STREAMS = ("streams do not mix", "streams_apart", check_streams)

@@ -1,4 +1,5 @@
-"""Checks of a small model's forward passes, state, parameters and losses, one function for each promise."""
+"""Checks of a small model's forward passes, state, parameters and losses, one function for each
+promise."""
 
 import io
 import math
@@ -28,7 +29,8 @@ from variants.conformance.fixture import (
 from variants.contract import LIMITS, Inspection, NeededFlops, Position, State, map_state
 
 FAR_POSITION = 10**7  # position in a stream, where float32 angles are off by half a radian
-MAP_TOLERANCE = 1e-4  # for row sums, and weights on hidden bytes, of an attention map, which may be in float32
+# for row sums, and weights on hidden bytes, of an attention map, which may be in float32
+MAP_TOLERANCE = 1e-4
 LEAST_EFFECT = 1e-3  # effect of a byte on later logits, relative to its effect on its own logits
 
 
@@ -43,28 +45,39 @@ def check_logits(subject: Subject) -> Verdict:
 
 
 def check_limits(subject: Subject) -> Verdict:
-    yield from (f"{limit} is not one of {', '.join(sorted(LIMITS))}" for limit in sorted(subject.limits - LIMITS))
+    yield from (
+        f"{limit} is not one of {', '.join(sorted(LIMITS))}"
+        for limit in sorted(subject.limits - LIMITS)
+    )
 
 
 def check_influence(subject: Subject) -> Verdict:
-    """Check that a byte moves its own logits, and later ones if state is carried. A model that ignores its input would
-    fulfil most of the other promises."""
+    """Check that a byte moves its own logits, and later ones if state is carried. A model that
+    ignores its input would fulfil most of the other promises."""
     model, tokens, position = subject.build(), subject.random_bytes(), 2
-    changed = torch.where(torch.arange(tokens.shape[1]) == position, subject.change_all(tokens), tokens)
+    changed = torch.where(
+        torch.arange(tokens.shape[1]) == position, subject.change_all(tokens), tokens
+    )
     (before, state), (after, _) = run(model, tokens), run(model, changed)
     effects = (before["logits"] - after["logits"]).abs().amax((0, 2))  # [T]
     if not effects[position] > 1e-6:
         yield f"eval, byte {position} changed: its own logits did not"
-    distance = 1 if subject.period == 1 else 3 * subject.period  # a block may be visible only when it is complete
+    # a block may be visible only when it is complete
+    distance = 1 if subject.period == 1 else 3 * subject.period
     later = effects[position + 1 : position + 1 + distance].max()
-    if any(tensor.numel() for tensor in state_tensors(state[1])) and not later > LEAST_EFFECT * effects[position]:
+    if (
+        any(tensor.numel() for tensor in state_tensors(state[1]))
+        and not later > LEAST_EFFECT * effects[position]
+    ):
         last = f"s {position + 1} to {position + distance}" if distance > 1 else f" {position + 1}"
-        yield f"eval, byte {position} changed: state is carried, yet the logits of byte{last} did not"
+        yield (
+            f"eval, byte {position} changed: state is carried, yet the logits of byte{last} did not"
+        )
 
 
 def check_maps(subject: Subject) -> Verdict:
-    """Check attention maps: a row and its shares of learned vectors sum to 1 or 0, and later bytes or bytes beyond the
-    reach have weight 0."""
+    """Check attention maps: a row and its shares of learned vectors sum to 1 or 0, and later bytes
+    or bytes beyond the reach have weight 0."""
     with torch.no_grad():
         inspections = subject.build().inspect(subject.random_bytes()[:1])[1]
     for name, inspection in inspections.items():
@@ -85,17 +98,27 @@ def _check_map(inspection: Inspection, reach: int | None) -> Iterator[str]:
     sums, largest = row_weights.sum(-1), weights[0].amax(0)  # [H, T] and [T, T]
     wrong_sums = ~((sums - 1).abs() < MAP_TOLERANCE) & (sums != 0)
     for head, query in (wrong_sums | (row_weights < -MAP_TOLERANCE).any(-1)).nonzero().tolist():
-        yield f"the weights of byte {query} in head {head} must be from 0 and sum to 1 or 0: {sums[head, query]:.3g}"
+        yield (
+            f"the weights of byte {query} in head {head} must be from 0 and sum to 1 or 0: "
+            f"{sums[head, query]:.3g}"
+        )
     distance = torch.arange(length)[:, None] - torch.arange(length)
     hidden = (distance < 0) | (distance > (length if reach is None else reach))
     for query, key in (hidden & (largest > MAP_TOLERANCE)).nonzero().tolist():
-        yield f"byte {query} has weight {largest[query, key]:.2g} on byte {key}, which it cannot see"
+        yield (
+            f"byte {query} has weight {largest[query, key]:.2g} on byte {key}, which it cannot see"
+        )
 
 
 def check_far_start(subject: Subject) -> Verdict:
-    """Compare a stream that starts at position 10**7 with one that starts at 0, in two segments. In float32 the median
-    over bytes is compared: a top-k selection may change at single bytes, but imprecise positions change all bytes."""
-    tokens, start, cuts = subject.random_bytes(), FAR_POSITION + torch.tensor([0, 1, 777]), (subject.span + 2,)
+    """Compare a stream that starts at position 10**7 with one that starts at 0, in two segments. In
+    float32 the median over bytes is compared: a top-k selection may change at single bytes, but
+    imprecise positions change all bytes."""
+    tokens, start, cuts = (
+        subject.random_bytes(),
+        FAR_POSITION + torch.tensor([0, 1, 777]),
+        (subject.span + 2,),
+    )
     for dtype in (torch.float64, torch.float32):
         model, case = subject.build(dtype=dtype), f"eval, {str(dtype).removeprefix('torch.')}"
         near, state = run(model, tokens, cuts=cuts)
@@ -109,7 +132,10 @@ def check_far_start(subject: Subject) -> Verdict:
         for name, y in near.items():
             sizes = (far[name] - y).abs().amax(-1)  # [B, T]
             if (size := sizes.median()) > 1e-4 * max(1, y.abs().max()):
-                yield f"{case}: {name} moved by {size:.2g}, the median, most at {position_of_largest(sizes)}"
+                yield (
+                    f"{case}: {name} moved by {size:.2g}, the median, most at "
+                    f"{position_of_largest(sizes)}"
+                )
 
 
 def check_state(subject: Subject) -> Verdict:
@@ -128,14 +154,22 @@ def check_state(subject: Subject) -> Verdict:
 
 
 def check_sharing(subject: Subject) -> Verdict:
-    """Check that two models share no tensor. A tensor in a class attribute, for example, is shared by all models."""
-    models = [subject.build(seed=seed, dtype=torch.float32) for seed in (0, 1)]  # float64 would copy buffers
-    first, second = ({t.untyped_storage().data_ptr(): n for n, t in _tensors(m).items() if t.numel()} for m in models)
-    yield from sorted(f"{first[pointer]} is shared by two models" for pointer in first.keys() & second.keys())
+    """Check that two models share no tensor. A tensor in a class attribute, for example, is
+    shared by all models."""
+    # float64 would copy buffers
+    models = [subject.build(seed=seed, dtype=torch.float32) for seed in (0, 1)]
+    first, second = (
+        {t.untyped_storage().data_ptr(): n for n, t in _tensors(m).items() if t.numel()}
+        for m in models
+    )
+    yield from sorted(
+        f"{first[pointer]} is shared by two models" for pointer in first.keys() & second.keys()
+    )
 
 
 def check_projection(subject: Subject) -> Verdict:
-    """Check that outputs are finite after parameters moved far, also from states that were computed before."""
+    """Check that outputs are finite after parameters moved far, also from states that were
+    computed before."""
     tokens, lengths = subject.random_bytes(), (1, subject.span // 2 + 1, subject.length)
     for sign in (1, -1):
         model, case = subject.build(), f"eval, parameters moved by {sign} * 1000 * normal"
@@ -151,12 +185,18 @@ def check_projection(subject: Subject) -> Verdict:
         yield from (f"{case}: a second project_ changed {name}" for name in _changed(model, before))
         yield from differences(f"{case}: a second project_", outputs, run(model, tokens)[0])
         for length, state in zip(lengths, states, strict=True):
-            yield from non_finite(f"{case}, state of {length} bytes", run(model, tokens[:, :5], state=state)[0])
+            yield from non_finite(
+                f"{case}, state of {length} bytes", run(model, tokens[:, :5], state=state)[0]
+            )
 
 
 def check_saving(subject: Subject) -> Verdict:
     """Check that a new model with saved parameters and state continues with equal outputs."""
-    model, fresh, tokens = subject.build(mode="train"), subject.build(seed=1), subject.random_bytes()
+    model, fresh, tokens = (
+        subject.build(mode="train"),
+        subject.build(seed=1),
+        subject.random_bytes(),
+    )
     run(model, tokens)  # so that buffers differ from those of a new model
     _, state = run(model.eval(), tokens)
     file = io.BytesIO()
@@ -165,12 +205,18 @@ def check_saving(subject: Subject) -> Verdict:
     weights, loaded = torch.load(file, weights_only=True)
     fresh.load_state_dict(weights)
     fresh.project_()
-    following, case = subject.random_bytes(seed=1), "eval, a fresh model with loaded parameters and state"
-    yield from differences(case, run(model, following, state=state)[0], run(fresh, following, state=loaded)[0])
+    following, case = (
+        subject.random_bytes(seed=1),
+        "eval, a fresh model with loaded parameters and state",
+    )
+    yield from differences(
+        case, run(model, following, state=state)[0], run(fresh, following, state=loaded)[0]
+    )
 
 
 def check_side_effects(subject: Subject) -> Verdict:
-    """Check that a forward pass changes neither the model nor its state; in training, buffers may change."""
+    """Check that a forward pass changes neither the model nor its state; in training, buffers
+    may change."""
     model, tokens, cuts = subject.evaluated()
     _, state = run(model, tokens, cuts=cuts)
     before, copy = _snapshot(model), map_state(torch.clone, state)
@@ -183,7 +229,9 @@ def check_side_effects(subject: Subject) -> Verdict:
     yield from differences("eval, a forward repeated after one of other bytes", first, repeated)
     run(model.train(), tokens, cuts=cuts)
     parameters = {name for name, _ in model.named_parameters()}
-    yield from (f"train: a forward changed {name}" for name in _changed(model, before) if name in parameters)
+    yield from (
+        f"train: a forward changed {name}" for name in _changed(model, before) if name in parameters
+    )
 
 
 def check_random_numbers(subject: Subject) -> Verdict:
@@ -210,9 +258,16 @@ def check_tables(subject: Subject) -> Verdict:
             for table, n_rows in sublayer.tables.items():
                 parameter = getattr(sublayer, table)
                 users = sum(any(p is parameter for p in other.parameters()) for _, other in owners)
-                gradient = parameter.new_zeros(1, 1) if parameter.grad is None else parameter.grad.to_dense()
+                gradient = (
+                    parameter.new_zeros(1, 1)
+                    if parameter.grad is None
+                    else parameter.grad.to_dense()
+                )
                 if (read := gradient.any(1).sum().item()) > n_rows * users:
-                    yield f"{name}: one byte reads {read} rows of {table}, but tables declares {n_rows}"
+                    yield (
+                        f"{name}: one byte reads {read} rows of {table}, but tables declares "
+                        f"{n_rows}"
+                    )
                     return
 
 
@@ -226,15 +281,24 @@ def check_auxiliary_loss(subject: Subject) -> Verdict:
 
 
 def check_statistics(subject: Subject) -> Verdict:
-    """Check that statistics change no output, add over segments and streams, and give finite metrics."""
+    """Check that statistics change no output, add over segments and streams, and give finite
+    metrics."""
     model, tokens, cut = subject.build(), subject.random_bytes(), subject.span + 2
     out = model(tokens, collect_stats=True)
-    yield from differences("eval, collect_stats", {"logits": model(tokens).logits}, {"logits": out.logits})
-    attached = [name for name, stats in out.stats.items() if any(t.requires_grad for t in stats.values())]
+    yield from differences(
+        "eval, collect_stats", {"logits": model(tokens).logits}, {"logits": out.logits}
+    )
+    attached = [
+        name for name, stats in out.stats.items() if any(t.requires_grad for t in stats.values())
+    ]
     yield from (f"eval: statistics of {name} have a gradient" for name in attached)
 
     def sums(out) -> Outputs:
-        return {f"{name}.{key}": t.double() for name, stats in out.stats.items() for key, t in stats.items()}
+        return {
+            f"{name}.{key}": t.double()
+            for name, stats in out.stats.items()
+            for key, t in stats.items()
+        }
 
     first = model(tokens[:, :cut], collect_stats=True)
     rest = model(tokens[:, cut:], first.state, collect_stats=True)
@@ -249,14 +313,25 @@ def check_statistics(subject: Subject) -> Verdict:
         a, b = map(sums, parts)
         for name, total in sums(out).items():
             if not torch.allclose(a[name] + b[name], total, rtol=1e-9, atol=1e-9):
-                yield f"eval, {case}: {name} is off by {(a[name] + b[name] - total).abs().max():.2g} from the whole"
+                yield (
+                    f"eval, {case}: {name} is off by "
+                    f"{(a[name] + b[name] - total).abs().max():.2g} from the whole"
+                )
     model.metrics({})
-    metrics = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in model.metrics(out.stats).items()}
-    yield from (f"eval: metric {name} is {x.tolist()}" for name, x in metrics.items() if not x.isfinite().all())
+    metrics = {
+        name: torch.as_tensor(value, dtype=torch.float64)
+        for name, value in model.metrics(out.stats).items()
+    }
+    yield from (
+        f"eval: metric {name} is {x.tolist()}"
+        for name, x in metrics.items()
+        if not x.isfinite().all()
+    )
 
 
 def check_autocast(subject: Subject) -> Verdict:
-    """Check that outputs and gradients in bfloat16 are finite, and outputs in float32 from the resulting state."""
+    """Check that outputs and gradients in bfloat16 are finite, and outputs in float32 from the
+    resulting state."""
     model, tokens = subject.build(dtype=torch.float32, mode="train"), subject.random_bytes()
     with torch.autocast("cpu", torch.bfloat16):
         state = yield from _training_step(model, tokens, case="train")
@@ -269,15 +344,20 @@ def check_large_weights(subject: Subject) -> Verdict:
     for seed in (0, 1):
         model = subject.build(seed=seed, dtype=torch.float32, mode="train")
         enlarge_matrices(model)
-        yield from _training_step(model, subject.random_bytes(), case=f"train, matrices {MATRIX_FACTOR} times as large")
+        yield from _training_step(
+            model, subject.random_bytes(), case=f"train, matrices {MATRIX_FACTOR} times as large"
+        )
 
 
 def _training_step(model: nn.Module, tokens: Tensor, *, case: str) -> Generator[str, None, State]:
-    """Yield a line for each output or gradient of two segments that is not finite; return the state after them."""
+    """Yield a line for each output or gradient of two segments that is not finite; return the
+    state after them."""
     first = model(tokens)
     second = model(tokens, first.state)
     outputs = {"logits": first.logits, "logits of a second segment": second.logits}
-    (sum(logits.float().mean() for logits in outputs.values()) + first.loss + second.loss).backward()
+    (
+        sum(logits.float().mean() for logits in outputs.values()) + first.loss + second.loss
+    ).backward()
     yield from non_finite(case, outputs)
     for name, gradient in gradients_of(model).items():
         if not gradient.isfinite().all():
@@ -297,7 +377,10 @@ def check_flops(subject: Subject) -> Verdict:
         if not all(isinstance(n, NeededFlops) and 0 <= min(n) <= max(n) < math.inf for n in needed):
             yield f"{name}: needed_flops must return NeededFlops of 0 or more: {needed}"
         elif needed[0].forward < sublayer.ideal_flops() - 1:  # ideal FLOPs are rounded
-            yield f"{name}: {needed[0].forward:,.0f} needed after a full past, below {sublayer.ideal_flops():,} ideal"
+            yield (
+                f"{name}: {needed[0].forward:,.0f} needed after a full past, below "
+                f"{sublayer.ideal_flops():,} ideal"
+            )
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -310,7 +393,11 @@ def _snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 def _changed(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
     """Names of tensors that have changed in any bit."""
-    return [name for name, t in _tensors(model).items() if name in before and not torch.equal(t, before[name])]
+    return [
+        name
+        for name, t in _tensors(model).items()
+        if name in before and not torch.equal(t, before[name])
+    ]
 
 
 FIRST = (

@@ -36,8 +36,8 @@ from variants.conformance.fixture import (
 from variants.contract import State, map_state
 
 MAX_PAIRS = 2**23
-"""Largest number of query-key pairs of a head in a forward pass in float64; twice as many in float32,
-which needs half the memory. A batch gets fewer streams if it would have more."""
+"""Largest number of query-key pairs of a head in a forward pass in float64; twice as many in
+float32, which needs half the memory. A batch gets fewer streams if it would have more."""
 MAX_SEGMENTS = 8  # segments of a run that are read; a longer reach is not checked
 MAX_WARM_UP = 4  # spans, and at least ``MAX_SEGMENTS``, that are read until a state stops growing
 MAX_SMALL_POSITIONS = 128  # positions that are changed in a small stream
@@ -61,14 +61,19 @@ class Size(NamedTuple):
     segment: int  # bytes
     carry: bool  # whether segments continue a carried state
     small: bool = False  # whether it is a size of small checks, not of a run
-    every: bool = False  # whether causality is checked at each position of the upper half of a segment
+    # whether causality is checked at each position of the upper half of a segment
+    every: bool = False
 
     def __str__(self) -> str:
-        return f"{self.mode}, {self.streams} x {self.segment} bytes{'' if self.carry else ' without a past'}"
+        return (
+            f"{self.mode}, {self.streams} x {self.segment} "
+            f"bytes{'' if self.carry else ' without a past'}"
+        )
 
     def positions(self, period: int) -> list[int]:
-        """Positions of a segment to change. In a small segment: all, or every n-th with n coprime to the period. In a
-        segment of a run: the last byte, edges of blocks, and powers of two with one neighbour each."""
+        """Positions of a segment to change. In a small segment: all, or every n-th with n coprime
+        to the period. In a segment of a run: the last byte, edges of blocks, and powers of two
+        with one neighbour each."""
         length = self.segment
         if self.small:
             step = max(1, length // MAX_SMALL_POSITIONS)
@@ -80,7 +85,9 @@ class Size(NamedTuple):
         positions = [length - 1, block, block - 1, 1, length - block, 2 * length // 3 + 1]
         for i, power in enumerate(powers):
             positions += [power, power + 1 - 2 * (i % 2)]
-        return [position for position in dict.fromkeys(positions) if 0 < position < length][:MAX_POSITIONS] or [0]
+        return [position for position in dict.fromkeys(positions) if 0 < position < length][
+            :MAX_POSITIONS
+        ] or [0]
 
     def all_positions(self, period: int) -> list[int]:
         """``positions``, then the others of the upper half, those that are boundaries of most sizes
@@ -93,21 +100,25 @@ class Size(NamedTuple):
         return list(dict.fromkeys([*self.positions(period), *by_blocks]))
 
     def cuts(self, span: int, period: int) -> list[tuple[int, ...]]:
-        """Uneven ways to cut a segment. In evaluation, a small segment is also cut byte by byte at both ends."""
+        """Uneven ways to cut a segment. In evaluation, a small segment is also cut byte by byte
+        at both ends."""
         length = self.segment
         if not self.small:
             return [(length // 3 + 1,), (1, 2 * (length // 3))]
         schemes = [(1,), (span + 2,), tuple(range(3, length, max(2, span // 3)))]
         if self.mode == "train":
             return schemes
-        if period > 1:  # three periods end before the cut, and three after it, of which one may contain the cut
+        # three periods end before the cut, and three after it, of which one may contain the cut
+        if period > 1:
             schemes += [(3 * period,), (3 * period + period // 2,)]
-        single = min(max(6, period + 2), length // 2)  # bytes read singly, without a past and with a full window
+        # bytes read singly, without a past and with a full window
+        single = min(max(6, period + 2), length // 2)
         return [*schemes, (*range(1, single + 1), *range(length - single, length))]
 
 
 def _sizes(subject: Subject, *modes: str) -> list[Size]:
-    """The run's sizes; or small ones: streams of more than two windows, and streams of half that length with a past."""
+    """The run's sizes; or small ones: streams of more than two windows, and streams of half that
+    length with a past."""
     length, half = subject.length, subject.length // 2
     small = [Size(mode, min(SMALL_STREAMS, length), length, False, small=True) for mode in MODES]
     small.append(Size("eval", min(SMALL_STREAMS, half), half, True, small=True))
@@ -142,7 +153,8 @@ def check_causality(subject: Subject, *, mode: str) -> Verdict:
 
 
 def check_reach(subject: Subject) -> Verdict:
-    """Change all bytes up to a position, also those before the segment. No output beyond the reach may move."""
+    """Change all bytes up to a position, also those before the segment. No output beyond the
+    reach may move."""
     # A byte moves an output at most at the sum of the reaches of its sublayer and of those before.
     distances = (sublayer.reach() for sublayer in subject.sublayers.values())
     totals = [*accumulate(math.inf if distance is None else distance for distance in distances)]
@@ -166,7 +178,11 @@ def check_reach(subject: Subject) -> Verdict:
         if difference:
             name, line, _ = difference
             hint = ""
-            if name in subject.sublayers and not checked[name] and subject.sublayers[name].honours is None:
+            if (
+                name in subject.sublayers
+                and not checked[name]
+                and subject.sublayers[name].honours is None
+            ):
                 hint = ": a sublayer that sees a past must declare honours and reach()"
             yield f"{line}, beyond its reach of {checked[name]}{hint}"
             return
@@ -181,7 +197,9 @@ def check_segments(subject: Subject) -> Verdict:
         streams = _Streams(subject, size._replace(streams=3) if size.small else size, text=False)
         expected = streams.run(streams.tokens)
         for cuts in size.cuts(subject.span, subject.period):
-            case = f"{streams.size} cut at {', '.join(map(str, cuts[:4]))}{', ...' * (len(cuts) > 4)}"
+            case = (
+                f"{streams.size} cut at {', '.join(map(str, cuts[:4]))}{', ...' * (len(cuts) > 4)}"
+            )
             if lines := differences(case, expected, streams.run(streams.tokens, cuts=cuts)):
                 yield from lines
                 return
@@ -190,8 +208,8 @@ def check_segments(subject: Subject) -> Verdict:
 class _Streams:
     """A model in a mode, and two versions of bytes that differ everywhere: ``tokens`` and
     ``changed_tokens [B, T]`` of whole segments, with the states ``past`` and ``changed_past``
-    before them, or None; ``changed_past`` only with ``both_pasts``. With ``text`` half of the streams
-    of a run's sizes have bytes of the corpus. At these sizes, the past
+    before them, or None; ``changed_past`` only with ``both_pasts``. With ``text`` half of the
+    streams of a run's sizes have bytes of the corpus. At these sizes, the past
     is read until it changes no shape of the state any more."""
 
     def __init__(
@@ -234,11 +252,19 @@ class _Streams:
         after_past = slice(n_read * size.segment, (n_read + segments) * size.segment)
         self.tokens, self.changed_tokens = tokens[:, after_past], changed[:, after_past]
 
-    def _run(self, tokens: Tensor, past: State, cuts: tuple[int, ...] | None = None) -> tuple[Outputs, State]:
-        cuts = tuple(range(self.size.segment, tokens.shape[1], self.size.segment)) if cuts is None else cuts
+    def _run(
+        self, tokens: Tensor, past: State, cuts: tuple[int, ...] | None = None
+    ) -> tuple[Outputs, State]:
+        cuts = (
+            tuple(range(self.size.segment, tokens.shape[1], self.size.segment))
+            if cuts is None
+            else cuts
+        )
         with self.context():
             past = map_state(torch.clone, past)
-            return run(self.model, tokens, cuts=cuts, state=past, gradients=self.size.mode == "train")
+            return run(
+                self.model, tokens, cuts=cuts, state=past, gradients=self.size.mode == "train"
+            )
 
     def run(self, tokens: Tensor, *, cuts: tuple[int, ...] | None = None) -> Outputs:
         """Outputs over ``tokens`` after the past, in segments of the size or cut at ``cuts``."""
@@ -263,7 +289,9 @@ class _Streams:
         self.positions = positions[: max(len(self.positions), passes * len(self.tokens))]
         return outputs
 
-    def first_difference(self, case: str, *, reaches: Mapping[str, int] | None = None) -> tuple[str, str, float] | None:
+    def first_difference(
+        self, case: str, *, reaches: Mapping[str, int] | None = None
+    ) -> tuple[str, str, float] | None:
         """The name of the first output that moves where it must not, a line about the difference,
         and its size; or None.
 
@@ -288,16 +316,22 @@ class _Streams:
                     continue
                 actual = torch.where(fixed[..., None], after[name], before[name])
                 outputs = ({name: before[name]}, {name: actual})
-                for line in differences(case.format(at=at[0].item()), *outputs, tolerance=tolerance):
+                for line in differences(
+                    case.format(at=at[0].item()), *outputs, tolerance=tolerance
+                ):
                     return name, line, (actual - before[name]).abs().max().item()
             return None
 
-        positions, streams = self.positions if causality else [-1, *self.positions], len(self.tokens)
+        positions, streams = (
+            self.positions if causality else [-1, *self.positions],
+            len(self.tokens),
+        )
         for begin in range(0, len(positions), streams):
             batch = positions[begin : begin + streams]
             at = torch.tensor([batch[i % len(batch)] for i in range(streams)])[:, None]
             if compare(at):
-                # Another stream's change may have caused the difference, which is not what this check is about.
+                # Another stream's change may have caused the difference, which is not what this
+                # check is about.
                 for position in at.unique().tolist():
                     if difference := compare(torch.full_like(at, position)):
                         return difference
@@ -306,9 +340,13 @@ class _Streams:
 
 SIZED = (
     ("evaluation does not see the future", None, partial(check_causality, mode="eval")),
-    ("training does not see the future", "causal_in_training", partial(check_causality, mode="train")),
+    (
+        "training does not see the future",
+        "causal_in_training",
+        partial(check_causality, mode="train"),
+    ),
     ("no byte beyond the declared reach matters", None, check_reach),
     ("segments do not matter", "segments", check_segments),
 )
-"""Triples of a promise, the limit that excuses a model from it or None, and the check. A model with that limit is not
-checked at the sizes of a run."""
+"""Triples of a promise, the limit that excuses a model from it or None, and the check. A model with
+that limit is not checked at the sizes of a run."""

@@ -3,14 +3,19 @@
     for finding in check(make_model, span=13):
         print(finding)
 
-A whole small model is checked, because a configuration describes a model. The outputs of every sublayer are compared in
-order of execution, and then the logits. The finding names the first output that differs.
+A whole small model is checked, because a configuration describes a model. The outputs of every
+sublayer are compared in order of execution, and then the logits. The finding names the first output
+that differs.
 
-- Checks run on a CPU, in float64 unless they are about another dtype, so that a broken promise differs from rounding.
-  Where a mechanism computes in float32 for precision, it must use ``torch.promote_types(x.dtype, torch.float32)``.
-- Noise is added to all parameters before any check: a matrix that starts at zero would hide the computation before it.
-- A declared limit (``Sublayer.limits``) must be real: its check must fail, and the finding reports the difference.
-- An exception of the model is a finding too. It names the mode and bytes of the forward pass, and the line of code."""
+- Checks run on a CPU, in float64 unless they are about another dtype, so that a broken promise
+  differs from rounding. Where a mechanism computes in float32 for precision, it must use
+  ``torch.promote_types(x.dtype, torch.float32)``.
+- Noise is added to all parameters before any check: a matrix that starts at zero would hide the
+  computation before it.
+- A declared limit (``Sublayer.limits``) must be real: its check must fail, and the finding reports
+  the difference.
+- An exception of the model is a finding too. It names the mode and bytes of the forward pass,
+  and the line of code."""
 
 import traceback
 from collections.abc import Callable, Iterator
@@ -29,7 +34,8 @@ FIRST: tuple[Check, ...] = (*promises.FIRST, numerics.STREAMS)
 """Checks that all others rely on: if such a promise is broken, no other is checked, because its
 message would mislead."""
 BEFORE_TRAINING: tuple[Check, ...] = (*FIRST, *SIZED, *promises.TRUTH, *numerics.CHECKS)
-"""Checks that ``train.py`` runs at small sizes before the first step of a mechanism that is not shipped."""
+"""Checks that ``train.py`` runs at small sizes before the first step of a mechanism that is not
+shipped."""
 AT_RUN_SIZES: tuple[Check, ...] = (
     *promises.FIRST[:2],
     *SIZED,
@@ -54,7 +60,10 @@ class Finding:
     error: str = ""  # an exception of the model
 
     def __str__(self) -> str:
-        return f"{'pass' if self.passed else 'FAIL'}  {': '.join(filter(None, [self.promise, self.detail]))}"
+        return (
+            f"{'pass' if self.passed else 'FAIL'}  "
+            f"{': '.join(filter(None, [self.promise, self.detail]))}"
+        )
 
 
 def check(
@@ -70,8 +79,8 @@ def check(
     """Check promises of the contract, and yield a finding after each check.
 
     Args:
-        make_model: builds a new small, uncompiled model on the CPU at each call. A model is called as
-            ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and returns ``.logits
+        make_model: builds a new small, uncompiled model on the CPU at each call. A model is called
+            as ``model(tokens int64 [B, T], state=None, collect_stats=False)`` and returns ``.logits
             [B, T, V]``, ``.state`` (stream positions int64 ``[B]``, a tuple of sublayers' states),
             ``.loss`` and ``.stats``. It has the methods ``sublayers()``, ``project_()``,
             ``inspect(tokens)``, ``metrics(stats)`` and ``ideal_flops()``.
@@ -101,11 +110,15 @@ def check(
             return
 
 
-def run_check(promise: str, function: Callable[..., Verdict], *subjects: Subject, limit: str | None = None) -> Finding:
-    """Run a check and return its finding, also if it raises an exception. The caller's random state does not change.
+def run_check(
+    promise: str, function: Callable[..., Verdict], *subjects: Subject, limit: str | None = None
+) -> Finding:
+    """Run a check and return its finding, also if it raises an exception. The caller's random state
+    does not change.
 
     Args:
-        limit: a declared limit that excuses the model from the promise; then the check must fail."""
+        limit: a declared limit that excuses the model from the promise; then the check must
+            fail."""
     for subject in subjects:
         subject.forward_pass.clear()
     try:
@@ -113,7 +126,12 @@ def run_check(promise: str, function: Callable[..., Verdict], *subjects: Subject
             breaks, detail = collect_breaks(function(*subjects))
     except (Exception, SystemExit) as error:
         forward_passes = [line for subject in subjects for line in subject.forward_pass]
-        return Finding(promise, False, _describe_error(error, *forward_passes), f"{type(error).__name__}: {error}")
+        return Finding(
+            promise,
+            False,
+            _describe_error(error, *forward_passes),
+            f"{type(error).__name__}: {error}",
+        )
     if limit is None:
         return Finding(promise, not breaks, "; ".join(breaks) or detail or "")
     if breaks:
@@ -122,7 +140,8 @@ def run_check(promise: str, function: Callable[..., Verdict], *subjects: Subject
 
 
 def collect_breaks(verdict: Verdict) -> tuple[list[str], str | None]:
-    """Run a check; return its first lines about broken promises, and its detail if there are none."""
+    """Run a check; return its first lines about broken promises, and its detail if there are
+    none."""
     breaks = []
     while len(breaks) < MAX_BREAKS:
         try:
@@ -133,8 +152,13 @@ def collect_breaks(verdict: Verdict) -> tuple[list[str], str | None]:
 
 
 def _describe_error(error: Exception, *forward_passes: str) -> str:
-    """The exception's message, the forward passes that raised it, and the last line of code outside torch."""
+    """The exception's message, the forward passes that raised it, and the last line of code
+    outside torch."""
     torch_folder = str(Path(torch.__file__).parent)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(torch_folder)]
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not f.filename.startswith(torch_folder)
+    ]
     code_line = [f"{Path(frames[-1].filename).name} line {frames[-1].lineno}"] if frames else []
     return f"{type(error).__name__}: {error} ({', '.join([*forward_passes, *code_line])})"

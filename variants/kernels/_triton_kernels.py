@@ -1,21 +1,25 @@
-"""Triton kernels of ``triton_window.py``, whose docstring has the equations. Importing this file needs triton.
+"""Triton kernels of ``triton_window.py``, whose docstring has the equations. Importing this file
+needs triton.
 
-Each program computes a block of queries (or of keys, or of distances) of one head of one stream, in a loop over blocks
-of its head's window. Key j of L is at distance x = offset + t - j from query t, with offset = L - T - shift. A block of
-pairs needs no mask if all are visible with m = 1. Scores and log-sum-exps are in base 2. A head of width K has WIDTH
-columns in registers, a power of two. Each element is written by one program only. No result of tl.dot is transposed:
-Triton below 3.7.1 compiled that wrongly for sm_90.
+Each program computes a block of queries (or of keys, or of distances) of one head of one stream, in
+a loop over blocks of its head's window. Key j of L is at distance x = offset + t - j from query t,
+with offset = L - T - shift. A block of pairs needs no mask if all are visible with m = 1. Scores
+and log-sum-exps are in base 2. A head of width K has WIDTH columns in registers, a power of two.
+Each element is written by one program only. No result of tl.dot is transposed: Triton below 3.7.1
+compiled that wrongly for sm_90.
 
 Arguments, where the name is not enough:
     ramp_end: z + R of each head, or None for a hard window.
-    table, vectors: a bias [H, distances] that is added to scores, and p [distances, K]; each may be None.
-    k, v: keys and values, packed head after head, ``stream_keys`` per stream; with ALL, all streams share one set.
-    key_bias, query_bias: ``key_bias_j - query_bias_t`` is added to scores; query_bias is [B, H, T]. Or both None.
-    heads: int32 [4, H]. By row: visible keys of each head; indices of heads, by descending visible keys, so that the
+    table, vectors: a bias [H, distances] that is added to scores, and p [distances, K]; each may be
+    None. k, v: keys and values, packed head after head, ``stream_keys`` per stream; with ALL, all
+    streams share one set. key_bias, query_bias: ``key_bias_j - query_bias_t`` is added to scores;
+    query_bias is [B, H, T]. Or both None. heads: int32 [4, H]. By row: visible keys of each head;
+    indices of heads, by descending visible keys, so that the
         longest start first; L of each head; and the index of its first key.
     seed: seed of dropout, which drops the same weights as ``dropout.py``; None without dropout.
     ALL: whether every query sees every key (persistent vectors).
-    DROP, SCALE: a weight whose random number is less than DROP is dropped; other weights are multiplied by SCALE.
+    DROP, SCALE: a weight whose random number is less than DROP is dropped; other weights are
+    multiplied by SCALE.
 """
 
 import triton
@@ -26,15 +30,19 @@ from variants.kernels import dropout
 STREAM, QUERY, KEY = (tl.constexpr(dropout.FACTORS[name]) for name in ("stream", "query", "key"))
 FIRST, SECOND, PERSISTENT = (tl.constexpr(factor) for factor in (*dropout.MIX, dropout.PERSISTENT))
 LOG2E = tl.constexpr(1.4426950408889634)
-MAX_EXPONENT = tl.constexpr(70 * 1.4426950408889634)  # ``window.max_exponent`` of float32, in base 2
-INTERPRETED = triton.knobs.runtime.interpret  # whether kernels run on the host; set when triton is imported
-kernel = triton.jit(do_not_specialize=("B", "T", "stream_keys", "longest", "distances"))  # no compilation per length
+# ``window.max_exponent`` of float32, in base 2
+MAX_EXPONENT = tl.constexpr(70 * 1.4426950408889634)
+# whether kernels run on the host; set when triton is imported
+INTERPRETED = triton.knobs.runtime.interpret
+# no compilation per length
+kernel = triton.jit(do_not_specialize=("B", "T", "stream_keys", "longest", "distances"))
 
 
 @triton.jit
 def _head(heads, ramp_end, b, stream_keys, ramp, ALL: tl.constexpr):
-    """The program's head, its number of keys L, the row of its first key in stream b, its number of visible keys, the
-    number of nearest keys that have m = 1 and give no gradient to z, and z + R."""
+    """The program's head, its number of keys L, the row of its first key in stream b, its number of
+    visible keys, the number of nearest keys that have m = 1 and give no gradient to z, and z +
+    R."""
     H = tl.num_programs(1)
     h = tl.load(heads + H + tl.program_id(1))
     first = tl.load(heads + 3 * H + h).to(tl.int64)
@@ -52,7 +60,8 @@ def _head(heads, ramp_end, b, stream_keys, ramp, ALL: tl.constexpr):
 
 @triton.jit
 def _at(rows, size, K: tl.constexpr, WIDTH: tl.constexpr):
-    """Offsets ``[block, WIDTH]`` of rows in a contiguous matrix of ``size`` rows, and a mask of existing elements."""
+    """Offsets ``[block, WIDTH]`` of rows in a contiguous matrix of ``size`` rows, and a mask of
+    existing elements."""
     columns = tl.arange(0, WIDTH)
     exists = ((rows >= 0) & (rows < size))[:, None]
     if K != WIDTH:
@@ -88,7 +97,8 @@ def _mix(x):
 
 @triton.jit
 def _row_numbers(seed, b, h, t):
-    """The numbers of ``dropout.row_numbers`` for queries t, uint32; without dropout, t itself, which is not used."""
+    """The numbers of ``dropout.row_numbers`` for queries t, uint32; without dropout, t itself,
+    which is not used."""
     counter = t
     if seed is not None:
         word = tl.load(seed) + h
@@ -108,7 +118,8 @@ def _drop(value, seed, counter, x, j, ALL: tl.constexpr, DROP: tl.constexpr, SCA
 
 @triton.jit
 def _key_blocks(t0, offset, visible, full, T, L, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """Bounds first, inner, outer, last of the keys for a block of queries. From inner to outer no mask is needed."""
+    """Bounds first, inner, outer, last of the keys for a block of queries. From inner to outer
+    no mask is needed."""
     if ALL:
         return 0, 0, L // BLOCK * BLOCK, L
     high = offset + tl.minimum(t0 + BLOCK, T)  # one past the nearest key of the last query
@@ -134,16 +145,19 @@ def _query_blocks(j0, offset, visible, full, T, BLOCK: tl.constexpr, ALL: tl.con
 
 @triton.jit
 def _q_dot_p(
-    q, vectors, x_first, distances,
-    KEY_AXIS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    q, vectors, x_first, distances, KEY_AXIS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q . p_x of a block of pairs, with keys along KEY_AXIS: diagonals of products with 2 BLOCK vectors p.
+    """q . p_x of a block of pairs, with keys along KEY_AXIS: diagonals of products with 2 BLOCK
+    vectors p.
 
     ``x_first``: the smallest distance in the block, between its first query and its last key."""
     p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K, WIDTH)
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
     if KEY_AXIS == 1:
-        return tl.gather(tl.dot(q, tl.trans(p), input_precision=PRECISION), row - column + BLOCK - 1, 1)
+        return tl.gather(
+            tl.dot(q, tl.trans(p), input_precision=PRECISION), row - column + BLOCK - 1, 1
+        )
     return tl.gather(tl.dot(p, tl.trans(q), input_precision=PRECISION), column - row + BLOCK - 1, 0)
 
 
@@ -163,13 +177,16 @@ def _visible(x, j, visible, L, ALL: tl.constexpr):
 
 @kernel
 def forward(
-    q, k, v, prior, prior_lse, y, lse, ramp_end, heads, table, key_bias, query_bias, vectors, seed, T, stream_keys,
-    shift, distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, prior, prior_lse, y, lse, ramp_end, heads, table, key_bias, query_bias, vectors, seed,
+    T, stream_keys, shift, distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf for a query that sees no key. Grid: (B * blocks, H).
+    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, inf for a query that sees no key.
+    Grid: (B * blocks, H).
 
-    ``prior``, ``prior_lse``: float32 output and log-sum-exp of a part of the same softmax, to merge with; or None."""
+    ``prior``, ``prior_lse``: float32 output and log-sum-exp of a part of the same softmax, to
+    merge with; or None."""
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
     b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)
@@ -186,14 +203,27 @@ def forward(
         peak = tl.load(prior_lse + row + t, mask=t < T, other=0.0)
         total += 1.0  # the prior part is like one key whose score is prior_lse
         out = _load(prior + row * K, t, T, K, WIDTH)
-    bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)  # bounds[3] replaces L below, to save a register
+    # bounds[3] replaces L below, to save a register
+    bounds = _key_blocks(t0, offset, visible, full, T, L, BLOCK, ALL)
     for part in tl.static_range(3):
         for j0 in range(bounds[part], bounds[part + 1], BLOCK):
             j = j0 + tl.arange(0, BLOCK)
             x = (offset + t)[:, None] - j[None, :]
-            scores = tl.dot(q_t, tl.trans(_load(k, j, bounds[3], K, WIDTH)), input_precision=PRECISION)
+            scores = tl.dot(
+                q_t, tl.trans(_load(k, j, bounds[3], K, WIDTH)), input_precision=PRECISION
+            )
             if vectors is not None:
-                scores += _q_dot_p(q_t, vectors, offset + t0 - j0 - BLOCK + 1, distances, 1, K, WIDTH, BLOCK, PRECISION)
+                scores += _q_dot_p(
+                    q_t,
+                    vectors,
+                    offset + t0 - j0 - BLOCK + 1,
+                    distances,
+                    1,
+                    K,
+                    WIDTH,
+                    BLOCK,
+                    PRECISION,
+                )
             if key_bias is not None:
                 scores += _biases(key_bias + first, j, bounds[3])[None, :] - bias_t
             scores = _add_table_in_base_2(scores, x, table, h, distances)
@@ -209,22 +239,34 @@ def forward(
             weights = tl.exp2(scores - safe[:, None])
             rescale = tl.exp2(peak - safe)
             total = total * rescale + tl.sum(weights, 1)
-            weights = _drop(weights, seed, counter, x, j[None, :], ALL, DROP, SCALE).to(v.dtype.element_ty)
-            out = tl.dot(weights, _load(v, j, bounds[3], K, WIDTH), out * rescale[:, None], input_precision=PRECISION)
+            weights = _drop(weights, seed, counter, x, j[None, :], ALL, DROP, SCALE).to(
+                v.dtype.element_ty
+            )
+            out = tl.dot(
+                weights,
+                _load(v, j, bounds[3], K, WIDTH),
+                out * rescale[:, None],
+                input_precision=PRECISION,
+            )
             peak = new
     empty = total == 0
     _store(y + row * K, t, T, out / tl.where(empty, 1.0, total)[:, None], K, WIDTH)
-    tl.store(lse + row + t, tl.where(empty, float("inf"), peak + tl.log2(tl.where(empty, 1.0, total))), mask=t < T)
+    tl.store(
+        lse + row + t,
+        tl.where(empty, float("inf"), peak + tl.log2(tl.where(empty, 1.0, total))),
+        mask=t < T,
+    )
 
 
 @kernel
 def query_gradient(
-    g, q, k, v, y, lse, delta, dq, dz, dquery_bias, ramp_end, heads, table, key_bias, query_bias, vectors, seed, T,
-    stream_keys, shift, distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
+    g, q, k, v, y, lse, delta, dq, dz, dquery_bias, ramp_end, heads, table, key_bias, query_bias,
+    vectors, seed, T, stream_keys, shift, distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr,
+    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write ``dq``, ``delta`` = g . y, ``dquery_bias [B, H, T]`` and each program's part of ``dz [H, B * blocks]``;
-    ``dquery_bias`` and ``dz`` may be None. Grid: (B * blocks, H)."""
+    """Write ``dq``, ``delta`` = g . y, ``dquery_bias [B, H, T]`` and each program's part of ``dz
+    [H, B * blocks]``; ``dquery_bias`` and ``dz`` may be None. Grid: (B * blocks, H)."""
     H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
     b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)
@@ -256,25 +298,34 @@ def query_gradient(
                 scores += _biases(key_bias + first, j, bounds[3])[None, :] - bias_t
             scores = _add_table_in_base_2(scores, x, table, h, distances) - lse_t[:, None]
             if part != 1:
-                scores = tl.where(_visible(x, j[None, :], visible, bounds[3], ALL), scores, float("-inf"))
-            dweights = tl.dot(g_t, tl.trans(_load(v, j, bounds[3], K, WIDTH)), input_precision=PRECISION)
+                scores = tl.where(
+                    _visible(x, j[None, :], visible, bounds[3], ALL), scores, float("-inf")
+                )
+            dweights = tl.dot(
+                g_t, tl.trans(_load(v, j, bounds[3], K, WIDTH)), input_precision=PRECISION
+            )
             if part != 1 and ramp_end is not None:
-                scores = tl.minimum(scores, MAX_EXPONENT)  # a key of weight 0 may score above the log-sum-exp
+                # a key of weight 0 may score above the log-sum-exp
+                scores = tl.minimum(scores, MAX_EXPONENT)
             dweights = _drop(dweights, seed, counter, x, j[None, :], ALL, DROP, SCALE)
             dscores = tl.exp2(scores) * (dweights - delta_t[:, None])
             if part != 1 and ramp_end is not None:
                 ahead = end - x
                 if dz is not None:
-                    # The ramp is closed: at its end z + R, m and the weight are 0, but the key still counts for dz.
+                    # The ramp is closed: at its end z + R, m and the weight are 0, but the key
+                    # still counts for dz.
                     dspan += tl.sum(tl.where((ahead <= ramp) & (ahead >= 0), dscores, 0.0), 1)
-                dscores *= tl.minimum(tl.maximum(ahead / ramp, 0.0), 1.0)  # tl.where would spill registers
+                # tl.where would spill registers
+                dscores *= tl.minimum(tl.maximum(ahead / ramp, 0.0), 1.0)
             if dquery_bias is not None:
                 dbias -= tl.sum(dscores, 1)
             dquery = tl.dot(dscores.to(k.dtype.element_ty), keys, dquery, input_precision=PRECISION)
             if vectors is not None:
                 p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K, WIDTH)
                 by_distance = tl.gather(dscores, tl.minimum(tl.maximum(diagonal, 0), BLOCK - 1), 1)
-                by_distance = tl.where((diagonal >= 0) & (diagonal < BLOCK), by_distance, 0.0).to(k.dtype.element_ty)
+                by_distance = tl.where((diagonal >= 0) & (diagonal < BLOCK), by_distance, 0.0).to(
+                    k.dtype.element_ty
+                )
                 dquery = tl.dot(by_distance, p, dquery, input_precision=PRECISION)
     _store(dq + row * K, t, T, dquery, K, WIDTH)
     if dquery_bias is not None:
@@ -285,13 +336,15 @@ def query_gradient(
 
 @kernel
 def key_gradient(
-    g, q, k, v, lse, delta, dk, dv, dkey_bias, ramp_end, heads, table, key_bias, query_bias, vectors, seed, T,
-    stream_keys, longest, shift, distances, ramp, SEGMENT_ONLY: tl.constexpr, DROP: tl.constexpr, SCALE: tl.constexpr,
-    K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
+    g, q, k, v, lse, delta, dk, dv, dkey_bias, ramp_end, heads, table, key_bias, query_bias,
+    vectors, seed, T, stream_keys, longest, shift, distances, ramp, SEGMENT_ONLY: tl.constexpr,
+    DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ALL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write ``dk`` and ``dv``, packed like keys, but for each stream even if streams share keys; with SEGMENT_ONLY only
-    for the last T keys of each head, ``[B, H, T, K]``. ``dkey_bias`` has the same shape without K, or is None.
-    ``longest`` is the largest number of keys of a head that get gradients. Grid: (B * blocks of so many keys, H)."""
+    """Write ``dk`` and ``dv``, packed like keys, but for each stream even if streams share keys;
+    with SEGMENT_ONLY only for the last T keys of each head, ``[B, H, T, K]``. ``dkey_bias`` has the
+    same shape without K, or is None. ``longest`` is the largest number of keys of a head that
+    get gradients. Grid: (B * blocks of so many keys, H)."""
     H, blocks = tl.num_programs(1), tl.cdiv(longest, BLOCK)
     b, row0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
     h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)
@@ -322,7 +375,17 @@ def key_gradient(
             lse_t = tl.load(lse + row + t, mask=t < T, other=float("inf"))
             scores = tl.dot(keys, tl.trans(q_t), input_precision=PRECISION)
             if vectors is not None:
-                scores += _q_dot_p(q_t, vectors, offset + t0 - j0 - BLOCK + 1, distances, 0, K, WIDTH, BLOCK, PRECISION)
+                scores += _q_dot_p(
+                    q_t,
+                    vectors,
+                    offset + t0 - j0 - BLOCK + 1,
+                    distances,
+                    0,
+                    K,
+                    WIDTH,
+                    BLOCK,
+                    PRECISION,
+                )
             if key_bias is not None:
                 scores += bias_j - _biases(query_bias + row, t, T)[None, :]
             scores = _add_table_in_base_2(scores, x, table, h, distances) - lse_t[None, :]
@@ -335,11 +398,15 @@ def key_gradient(
             if seed is None:
                 g_t = _load(g + row * K, t, T, K, WIDTH)
             counter = _row_numbers(seed, b, h, t)[None, :]
-            dropped = _drop(weights, seed, counter, x, j[:, None], ALL, DROP, SCALE).to(g.dtype.element_ty)
+            dropped = _drop(weights, seed, counter, x, j[:, None], ALL, DROP, SCALE).to(
+                g.dtype.element_ty
+            )
             dvalues = tl.dot(dropped, g_t, dvalues, input_precision=PRECISION)
             delta_t = tl.load(delta + row + t, mask=t < T, other=0.0)
             dweights = tl.dot(values, tl.trans(g_t), input_precision=PRECISION)
-            dweights = _drop(dweights, seed, counter, x, j[:, None], ALL, DROP, SCALE) - delta_t[None, :]
+            dweights = (
+                _drop(dweights, seed, counter, x, j[:, None], ALL, DROP, SCALE) - delta_t[None, :]
+            )
             dscores = weights * dweights
             dkeys = tl.dot(dscores.to(q.dtype.element_ty), q_t, dkeys, input_precision=PRECISION)
             if dkey_bias is not None:
@@ -353,11 +420,12 @@ def key_gradient(
 
 @kernel
 def vector_gradient(
-    g, q, k, v, lse, delta, dvectors, ramp_end, heads, key_bias, query_bias, vectors, seed, B, T, stream_keys, shift,
-    distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    g, q, k, v, lse, delta, dvectors, ramp_end, heads, key_bias, query_bias, vectors, seed, B, T,
+    stream_keys, shift, distances, ramp, DROP: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write sums of dp over groups of streams, ``[groups, H, distances, K]``. Grid: (distance blocks, H, groups)."""
+    """Write sums of dp over groups of streams, ``[groups, H, distances, K]``. Grid: (distance
+    blocks, H, groups)."""
     H, groups = tl.num_programs(1), tl.num_programs(2)
     x0, group = tl.program_id(0) * BLOCK, tl.program_id(2)
     x = x0 + tl.arange(0, BLOCK)
@@ -375,20 +443,32 @@ def vector_gradient(
             q_t, g_t = _load(q + row * K, t, T, K, WIDTH), _load(g + row * K, t, T, K, WIDTH)
             lse_t = tl.load(lse + row + t, mask=t < T, other=float("inf"))
             delta_t = tl.load(delta + row + t, mask=t < T, other=0.0)
-            near = offset + t0 - x0 - BLOCK + 1 + tl.arange(0, 2 * BLOCK)  # keys on the diagonals of these distances
+            # keys on the diagonals of these distances
+            near = offset + t0 - x0 - BLOCK + 1 + tl.arange(0, 2 * BLOCK)
             diagonal = tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None] + BLOCK - 1
-            scores = tl.dot(_load(k + first * K, near, L, K, WIDTH), tl.trans(q_t), input_precision=PRECISION)
+            scores = tl.dot(
+                _load(k + first * K, near, L, K, WIDTH), tl.trans(q_t), input_precision=PRECISION
+            )
             if key_bias is not None:
-                scores += _biases(key_bias + first, near, L)[:, None] - _biases(query_bias + row, t, T)[None, :]
-            scores = tl.gather(scores, diagonal, 0) + tl.dot(p, tl.trans(q_t), input_precision=PRECISION)
+                scores += (
+                    _biases(key_bias + first, near, L)[:, None]
+                    - _biases(query_bias + row, t, T)[None, :]
+                )
+            scores = tl.gather(scores, diagonal, 0) + tl.dot(
+                p, tl.trans(q_t), input_precision=PRECISION
+            )
             is_visible = (x[:, None] < visible) & (x[:, None] <= (offset + t)[None, :])
             weights = tl.exp2(tl.where(is_visible, scores * LOG2E - lse_t[None, :], float("-inf")))
             if ramp_end is not None:
                 m = tl.minimum((end - x) / ramp, 1.0)[:, None]
                 weights = tl.where(m > 0, weights * m, 0.0)
-            dweights = tl.dot(_load(v + first * K, near, L, K, WIDTH), tl.trans(g_t), input_precision=PRECISION)
+            dweights = tl.dot(
+                _load(v + first * K, near, L, K, WIDTH), tl.trans(g_t), input_precision=PRECISION
+            )
             counter = _row_numbers(seed, b, h, t)[None, :]
-            dweights = _drop(tl.gather(dweights, diagonal, 0), seed, counter, x[:, None], x, False, DROP, SCALE)
+            dweights = _drop(
+                tl.gather(dweights, diagonal, 0), seed, counter, x[:, None], x, False, DROP, SCALE
+            )
             dscores = (weights * (dweights - delta_t[None, :])).to(q.dtype.element_ty)
             dp = tl.dot(dscores, q_t, dp, input_precision=PRECISION)
         b += groups

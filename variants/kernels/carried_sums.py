@@ -1,19 +1,25 @@
-"""Weighted means over all of the past with a state of constant size; the weights are products of features.
+"""Weighted means over all of the past with a state of constant size; the weights are products of
+features.
 
-    y_t = (sum_j w_tj v_j) / (sum_j w_tj),    w_tj = (q_t . k_j) exp(l_j - slope (t - j)),    q, k >= 0
+    y_t = (sum_j w_tj v_j) / (sum_j w_tj),    w_tj = (q_t . k_j) exp(l_j - slope (t - j)),
+    q, k >= 0
 
-The sums are over the keys j that query t sees: j <= t, or j < t. They can be carried (2006.16236, 3.3):
+The sums are over the keys j that query t sees: j <= t, or j < t. They can be carried (2006.16236,
+3.3):
 
-    S = sum_j exp(l_j - slope (t - j)) k_j [v_j, 1]^T    [F, K + 1],    y_t = numerator / denominator of q_t^T S
+    S = sum_j exp(l_j - slope (t - j)) k_j [v_j, 1]^T    [F, K + 1],
+    y_t = numerator / denominator of q_t^T S
 
-A chunk of C bytes reads its own keys by C x C weights, and all earlier keys through S, so memory holds one S for each
-chunk. There is no epsilon: a query that sees no key gives 0.
+A chunk of C bytes reads its own keys by C x C weights, and all earlier keys through S, so memory
+holds one S for each chunk. There is no epsilon: a query that sees no key gives 0.
 
-**Scales.** The caller has divided the features of key j by exp(l_j). S is stored divided by exp(M), with M the largest
-``l_j - slope (t - j)`` so far. A query's weights are divided by exp of the largest such exponent of the keys that it
-sees. Both scales depend only on the past and cancel in the ratio. With them, no exponent is above 0."""
+**Scales.** The caller has divided the features of key j by exp(l_j). S is stored divided by exp(M),
+with M the largest ``l_j - slope (t - j)`` so far. A query's weights are divided by exp of the
+largest such exponent of the keys that it sees. Both scales depend only on the past and cancel in
+the ratio. With them, no exponent is above 0."""
 
-from __future__ import annotations  # torch 2.10 cannot trace a function whose annotations are evaluated
+# torch 2.10 cannot trace a function whose annotations are evaluated
+from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +31,8 @@ from torch import Tensor
 State = tuple[Tensor, ...] | Tensor
 
 CHUNKS_PER_PIECE = 32
-"""Chunks computed in parallel, each with its sums in memory. A loop over pieces carries the sums."""
+"""Chunks computed in parallel, each with its sums in memory. A loop over pieces carries the
+sums."""
 
 
 def attend(
@@ -51,11 +58,16 @@ def attend(
         chunk: C, bytes."""
     v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # the last column sums the weights
     if state is None:
-        state = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]), v.new_full(k.shape[:2], -torch.inf)
+        state = (
+            v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]),
+            v.new_full(k.shape[:2], -torch.inf),
+        )
     slope = v.new_zeros(1) if slopes is None else slopes.to(v.dtype)
 
     def step(state: State, q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> tuple[Tensor, State]:
-        (pairs, read, write, carry), max_scale = _decay_factors(scale, slope, state[1], attend_self=attend_self)
+        (pairs, read, write, carry), max_scale = _decay_factors(
+            scale, slope, state[1], attend_self=attend_self
+        )
         before, sums = carry_sums(state[0], (k * write).mT @ v, carry)
         return (q @ k.mT * pairs) @ v + (q * read) @ before, (sums, max_scale)
 
@@ -65,25 +77,34 @@ def attend(
 
 
 def normalize(sums: Tensor, state: State) -> tuple[Tensor, State]:
-    """``sums [B, H, T, K + 1]`` divided by the last column, the total weight (0 where that is 0); and ``state``."""
+    """``sums [B, H, T, K + 1]`` divided by the last column, the total weight (0 where that is
+    0); and ``state``."""
     total = sums[..., -1:]
     return sums[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), state
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Disable autocast: bfloat16 is too coarse for long sums. ``is_autocast_available`` breaks graphs (torch 2.11)."""
+    """Disable autocast: bfloat16 is too coarse for long sums. ``is_autocast_available`` breaks
+    graphs (torch 2.11)."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def map_pieces(step: Callable[..., tuple[Tensor, Any]], state: Any, *tensors: Tensor, chunk: int) -> tuple[Tensor, Any]:
-    """Call ``step(state, *parts)`` on each piece of a segment, in order; return joined outputs and the last state.
+def map_pieces(
+    step: Callable[..., tuple[Tensor, Any]], state: Any, *tensors: Tensor, chunk: int
+) -> tuple[Tensor, Any]:
+    """Call ``step(state, *parts)`` on each piece of a segment, in order; return joined outputs and
+    the last state.
 
     Args:
-        step: maps a state and parts ``[B, H, n, C, ..]`` to outputs ``[B, H, n, C, V]`` and the next state.
-        tensors: ``[B, H, T, ..]``, cut into pieces of whole chunks, and a last piece for an incomplete chunk."""
+        step: maps a state and parts ``[B, H, n, C, ..]`` to outputs ``[B, H, n, C, V]`` and the
+            next state.
+        tensors: ``[B, H, T, ..]``, cut into pieces of whole chunks, and a last piece for an
+            incomplete chunk."""
     length, outputs = tensors[0].shape[2], []
     n_whole = length // chunk
-    shapes = [(min(CHUNKS_PER_PIECE, n_whole - n), chunk) for n in range(0, n_whole, CHUNKS_PER_PIECE)]
+    shapes = [
+        (min(CHUNKS_PER_PIECE, n_whole - n), chunk) for n in range(0, n_whole, CHUNKS_PER_PIECE)
+    ]
     shapes += [(1, length % chunk)] if length % chunk else []
     pieces = (x.split([n_chunks * size for n_chunks, size in shapes], dim=2) for x in tensors)
     for shape, *parts in zip(shapes, *pieces, strict=True):
@@ -93,8 +114,9 @@ def map_pieces(step: Callable[..., tuple[Tensor, Any]], state: Any, *tensors: Te
 
 
 def carry_sums(sums: Tensor, terms: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums before each chunk ``[B, H, n, F, V]``, and after the last. ``sums [B, H, F, V]`` are those before the
-    first chunk. Each chunk multiplies them by ``factors [.., n, F or 1, 1]`` and adds ``terms [B, H, n, F, V]``."""
+    """The sums before each chunk ``[B, H, n, F, V]``, and after the last. ``sums [B, H, F, V]`` are
+    those before the first chunk. Each chunk multiplies them by ``factors [.., n, F or 1, 1]``
+    and adds ``terms [B, H, n, F, V]``."""
     before = []
     for term, factor in zip(terms.unbind(2), factors.unbind(2), strict=True):
         before.append(sums)
@@ -105,18 +127,23 @@ def carry_sums(sums: Tensor, terms: Tensor, factors: Tensor) -> tuple[Tensor, Te
 def _decay_factors(
     scale: Tensor, slope: Tensor, max_scale: Tensor, *, attend_self: bool
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Factors for chunks of keys with scales l ``[B, H, n, C]``, and M after the last chunk. ``max_scale`` is M before
-    the first chunk. The factors are those of a query and a key in the same chunk ``[B, H, n, C, C]``, 0 for a hidden
-    key; of a query that reads the sums before its chunk, and of a key in the sums after its chunk, ``[B, H, n, C, 1]``;
-    and of the sums before a chunk in the sums after it, ``[B, H, n, 1, 1]``."""
+    """Factors for chunks of keys with scales l ``[B, H, n, C]``, and M after the last chunk.
+    ``max_scale`` is M before the first chunk. The factors are those of a query and a key in the
+    same chunk ``[B, H, n, C, C]``, 0 for a hidden key; of a query that reads the sums before its
+    chunk, and of a key in the sums after its chunk, ``[B, H, n, C, 1]``; and of the sums before
+    a chunk in the sums after it, ``[B, H, n, 1, 1]``."""
     shape, slope = scale.shape[2:], slope[:, None]  # [H, 1]
     size, scale = shape[1], scale.flatten(2)
     t = torch.arange(-1, scale.shape[2], dtype=scale.dtype, device=scale.device)
-    # The largest l_j - slope (t - j) up to each t, starting before the first byte. It has no gradient.
+    # The largest l_j - slope (t - j) up to each t, starting before the first byte. It has no
+    # gradient.
     largest = torch.cat([max_scale[..., None], scale], dim=-1) + slope * t
     largest = largest.cummax(-1).values - slope * t  # [B, H, 1 + n C]
-    query_scale = largest[..., 1:] if attend_self else largest[..., :-1] - slope  # over the keys that query t sees
-    query_scale = torch.where(query_scale > -torch.inf, query_scale, torch.zeros_like(query_scale)).unflatten(-1, shape)
+    # over the keys that query t sees
+    query_scale = largest[..., 1:] if attend_self else largest[..., :-1] - slope
+    query_scale = torch.where(
+        query_scale > -torch.inf, query_scale, torch.zeros_like(query_scale)
+    ).unflatten(-1, shape)
     scale, ends = scale.unflatten(-1, shape), largest[..., ::size]  # [B, H, n, C], [B, H, 1 + n]
     before, after = ends[..., :-1, None], ends[..., 1:, None]
     slope, offset = slope[..., None], torch.arange(size, dtype=scale.dtype, device=scale.device)

@@ -1,10 +1,12 @@
-"""Keys that differ for each chunk of queries, in one softmax with a window; output and gradients by matrix products.
+"""Keys that differ for each chunk of queries, in one softmax with a window; output and gradients by
+matrix products.
 
     s_tg = q_t . k_g + b_tg,   lse_t = log(exp(lse of the window) + sum_g exp(s_tg))
     y_t = exp(lse of the window - lse_t) y of the window + sum_g exp(s_tg - lse_t) v_g
 
-The backward pass of each of the two parts depends on the other part only through lse and y. So a kernel for the window
-computes correct gradients from the lse and y of the whole softmax. The backward pass computes scores again."""
+The backward pass of each of the two parts depends on the other part only through lse and y. So a
+kernel for the window computes correct gradients from the lse and y of the whole softmax. The
+backward pass computes scores again."""
 
 from typing import NamedTuple
 
@@ -20,14 +22,18 @@ class ChunkKeys(NamedTuple):
 
     k: Tensor  # [B, n, H, G, K], G at least 1
     v: Tensor
-    bias: Tensor  # term added to scores, [B, n, H, Q, G] or a shape that broadcasts to it; -inf hides a key
+    # term added to scores, [B, n, H, Q, G] or a shape that broadcasts to it; -inf hides a key
+    bias: Tensor
 
 
-def merge_chunk_keys(y: Tensor, lse: Tensor, q: Tensor, chunk_keys: ChunkKeys) -> tuple[Tensor, Tensor]:
+def merge_chunk_keys(
+    y: Tensor, lse: Tensor, q: Tensor, chunk_keys: ChunkKeys
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of the whole softmax, from those of the window.
 
     Args:
-        y, lse: the window's output ``[B, H, T, K]``, and log-sum-exp ``[B, H, T]``, inf for a query that sees no key.
+        y, lse: the window's output ``[B, H, T, K]``, and log-sum-exp ``[B, H, T]``, inf for a query
+            that sees no key.
     """
     scores = _scores(q, chunk_keys)
     max_score = scores.amax(dim=-1, keepdim=True)  # -inf if all keys are hidden
@@ -62,6 +68,9 @@ def _scores(q: Tensor, chunk_keys: ChunkKeys) -> Tensor:
 
 
 def _chunked(x: Tensor, *, like: Tensor) -> Tensor:
-    """Cut ``x [B, H, T, m]`` into the chunks of ``like``: ``[B, n, H, Q, m]``, with zeros at the end."""
+    """Cut ``x [B, H, T, m]`` into the chunks of ``like``: ``[B, n, H, Q, m]``, with zeros at the
+    end."""
     chunks, size = like.shape[1], like.shape[3]
-    return F.pad(x, (0, 0, 0, chunks * size - x.shape[2])).unflatten(2, (chunks, size)).transpose(1, 2)
+    return (
+        F.pad(x, (0, 0, 0, chunks * size - x.shape[2])).unflatten(2, (chunks, size)).transpose(1, 2)
+    )

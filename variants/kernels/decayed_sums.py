@@ -1,22 +1,25 @@
 """Sums over all of the past, with input-dependent decay and a state of constant size.
 
-    S_t = D_t S_{t-1} + k_t v_t^T    [F, V],    o_t = S_t^T q_t,    D_t = diag(exp(g_t)),    g_t <= 0
+    S_t = D_t S_{t-1} + k_t v_t^T   [F, V],   o_t = S_t^T q_t,   D_t = diag(exp(g_t)),   g_t <= 0
 
-with one g_t per head (2405.21060) or one for each of a head's F channels (2312.06635, 4). A query is multiplied with
-each key of its chunk of C bytes, and reads earlier keys through S. Memory holds one S per chunk. With G_t = g_1 + .. +
-g_t, counted from the chunk's first byte, S the sums before the chunk, and S' those after it:
+with one g_t per head (2405.21060) or one for each of a head's F channels (2312.06635, 4). A query
+is multiplied with each key of its chunk of C bytes, and reads earlier keys through S. Memory holds
+one S per chunk. With G_t = g_1 + .. + g_t, counted from the chunk's first byte, S the sums before
+the chunk, and S' those after it:
 
     o_t = S^T (exp(G_t) q_t) + sum_{j <= t} (q_t . exp(G_t - G_j) k_j) v_j
     S'  = exp(G_C) S + sum_j exp(G_C - G_j) k_j v_j^T
 
 No exponent is above 0, and each covers at most one chunk.
 
-**Delta rule**, with strength b_t: u_t = b_t (v_t - (D_t S_{t-1})^T k_t) takes the place of v_t in S_t. If b_t = 1
-and |k_t| = 1, then S_t^T k_t = v_t (2412.06464, 3.1; 2510.26692, 3). The u_t of a chunk solve one linear system,
+**Delta rule**, with strength b_t: u_t = b_t (v_t - (D_t S_{t-1})^T k_t) takes the place of v_t in
+S_t. If b_t = 1 and |k_t| = 1, then S_t^T k_t = v_t (2412.06464, 3.1; 2510.26692, 3). The u_t of a
+chunk solve one linear system,
 
     u_t + b_t sum_{j < t} (k_t . exp(G_t - G_j) k_j) u_j = b_t (v_t - S^T (exp(G_t) k_t)).
 
-The system is solved for v and exp(G) k of all chunks in parallel; then S is carried through them (2412.06464, 3.3)."""
+The system is solved for v and exp(G) k of all chunks in parallel; then S is carried through them
+(2412.06464, 3.3)."""
 
 from functools import partial
 
@@ -43,7 +46,8 @@ def attend(
     Args:
         q, k: ``[B, H, T, F]``, in the precision of the sums.
         v: ``[B, H, T, V]``.
-        log_decay: g <= 0: ``[B, H, T, 1]`` per head, ``[B, H, T, F]`` per channel; ``[1, H, 1, 1]`` if constant.
+        log_decay: g <= 0: ``[B, H, T, 1]`` per head, ``[B, H, T, F]`` per channel; ``[1, H, 1, 1]``
+            if constant.
         strength: b of the delta rule, ``[B, H, T, 1]``; None for plain sums.
         sums: S after the previous segment; None for zeros.
         attend_self: whether query t reads S_t; otherwise it reads S_{t-1}.
@@ -57,28 +61,43 @@ def attend(
 
 
 def _attend_piece(
-    sums: Tensor, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor, shift: int, constant: Tensor | None
+    sums: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *gates: Tensor,
+    shift: int,
+    constant: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``attend`` for whole chunks ``[B, H, n, C, .]``. ``constant`` is g if it is the same for all bytes, else
-    None. ``gates`` has g if it varies, and b for the delta rule. With shift 1, query t reads S_{t-1}."""
+    """Compute ``attend`` for whole chunks ``[B, H, n, C, .]``. ``constant`` is g if it is the same
+    for all bytes, else None. ``gates`` has g if it varies, and b for the delta rule. With shift
+    1, query t reads S_{t-1}."""
     if constant is None:
         log_decay, *gates = gates
         total = log_decay.cumsum(-2)  # G
     else:
-        total = constant[:, :, None] * torch.arange(1, q.shape[3] + 1, dtype=q.dtype, device=q.device)[:, None]
+        total = (
+            constant[:, :, None]
+            * torch.arange(1, q.shape[3] + 1, dtype=q.dtype, device=q.device)[:, None]
+        )
     (strength,) = gates or [None]
-    query_total = F.pad(total, (0, 0, shift, 0))[..., : q.shape[-2], :]  # G_t, or G_{t-1} with shift 1
+    # G_t, or G_{t-1} with shift 1
+    query_total = F.pad(total, (0, 0, shift, 0))[..., : q.shape[-2], :]
     if strength is None or shift:
         (scores,) = _products(_decay_between(query_total, total, shift), k, q)  # [B, H, n, C, C]
     written = (k * (total[..., -1:, :] - total).exp()).mT  # [B, H, n, F, C]
-    chunk_decay = total[..., -1:, :].exp().mT.expand(-1, -1, q.shape[2], -1, -1)  # [B, H, n, F or 1, 1]
+    # [B, H, n, F or 1, 1]
+    chunk_decay = total[..., -1:, :].exp().mT.expand(-1, -1, q.shape[2], -1, -1)
     if strength is None:
         before, sums = carry_sums(sums, written @ v, chunk_decay)
         return scores @ v + (q * query_total.exp()) @ before, sums
-    left, *query_scores = _products(_decay_between(total, total, 0), k, *((k,) if shift else (k, q)))
+    left, *query_scores = _products(
+        _decay_between(total, total, 0), k, *((k,) if shift else (k, q))
+    )
     scores = scores if shift else query_scores[0]
     right = strength * torch.cat([v, k * total.exp()], dim=-1)
-    left = strength * left  # the solver reads only entries below the diagonal, and takes the diagonal as 1
+    # the solver reads only entries below the diagonal, and takes the diagonal as 1
+    left = strength * left
     right = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)
     v, reads = right.split([v.shape[-1], k.shape[-1]], dim=-1)
     before, u = [], []
@@ -86,11 +105,14 @@ def _attend_piece(
         before.append(sums)
         u.append(v[:, :, n] - reads[:, :, n] @ sums)
         sums = chunk_decay[:, :, n] * sums + written[:, :, n] @ u[-1]
-    return scores @ torch.stack(u, dim=2) + (q * query_total.exp()) @ torch.stack(before, dim=2), sums
+    return scores @ torch.stack(u, dim=2) + (q * query_total.exp()) @ torch.stack(
+        before, dim=2
+    ), sums
 
 
 def _decay_between(query_total: Tensor, total: Tensor, shift: int) -> Tensor:
-    """exp(G_t - G_j) for keys j <= t - shift and 0 for later keys: ``[B, H, n, C, C]``, or ``[.., C, C, F]``."""
+    """exp(G_t - G_j) for keys j <= t - shift and 0 for later keys: ``[B, H, n, C, C]``, or
+    ``[.., C, C, F]``."""
     size = total.shape[-2]
     hidden = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1 - shift)
     if total.shape[-1] == 1:

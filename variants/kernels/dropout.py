@@ -1,11 +1,14 @@
-"""Dropout of attention weights from counters: a weight's random number depends only on its indices and the seed.
+"""Dropout of attention weights from counters: a weight's random number depends only on its indices
+and the seed.
 
-    row = mix(mix(mix(low(s) ^ a * stream) ^ high(s)) ^ b * query),  s = seed + head,  keep = mix(row ^ c * key) >= t
+    row = mix(mix(mix(low(s) ^ a * stream) ^ high(s)) ^ b * query),  s = seed + head,
+    keep = mix(row ^ c * key) >= t
 
-So any tiling drops the same weights, in the forward and the backward pass, on any device, and no mask is stored. Here
-low and high are halves of 32 bits, a, b, c are ``FACTORS``, and t is rate * 2^32. Head h drops the same weights as head
-0 would with seed + h. ``mix`` is a bijection of 32 bits; flipping an input bit flips each output bit about half the
-time. A kernel in another language can draw the same numbers; ``tests/test_dropout.py`` pins some."""
+So any tiling drops the same weights, in the forward and the backward pass, on any device, and no
+mask is stored. Here low and high are halves of 32 bits, a, b, c are ``FACTORS``, and t is rate *
+2^32. Head h drops the same weights as head 0 would with seed + h. ``mix`` is a bijection of 32
+bits; flipping an input bit flips each output bit about half the time. A kernel in another
+language can draw the same numbers; ``tests/test_dropout.py`` pins some."""
 
 import torch
 from torch import Tensor
@@ -19,7 +22,8 @@ PERSISTENT = 2**31
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Draw a seed from the device's generator, int64 ``[]`` of 62 bits, without waiting for the device."""
+    """Draw a seed from the device's generator, int64 ``[]`` of 62 bits, without waiting for the
+    device."""
     return torch.randint(2**62, (), device=device)
 
 
@@ -36,8 +40,8 @@ def mix(x: Tensor) -> Tensor:
 
 
 def row_numbers(seed: Tensor, *sizes: int) -> Tensor:
-    """A random number for each row of weights, int64 below 2^32; ``sizes`` are B, H and T. ``seed`` is from
-    ``draw_seed``."""
+    """A random number for each row of weights, int64 below 2^32; ``sizes`` are B, H and T. ``seed``
+    is from ``draw_seed``."""
     streams, heads, queries = (torch.arange(size, device=seed.device) for size in sizes)
     seeds = seed + heads
     x = mix((seeds & MASK_32) ^ (streams[:, None] * FACTORS["stream"] & MASK_32)) ^ (seeds >> 32)
@@ -49,7 +53,8 @@ def keep_mask(row: Tensor, keys: Tensor, rate: float) -> Tensor:
 
     Args:
         row: random numbers of the rows, from ``row_numbers``.
-        keys: key numbers, int64 ``[T, L]`` or ``[L]``: x for visible key x, counted from the nearest (its distance in
-            ``reformer.py``), or ``PERSISTENT`` + n for persistent vector n. The mask has no meaning for invisible keys.
+        keys: key numbers, int64 ``[T, L]`` or ``[L]``: x for visible key x, counted from the
+            nearest (its distance in ``reformer.py``), or ``PERSISTENT`` + n for persistent vector
+            n. The mask has no meaning for invisible keys.
         rate: share of the weights to drop, in [0, 1)."""
     return mix(row[..., None] ^ (keys * FACTORS["key"] & MASK_32)) >= threshold(rate)

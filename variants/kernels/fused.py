@@ -1,18 +1,22 @@
-"""The fused backend of ``window.attend``: no score matrix in memory, at a cost that grows with each head's span.
+"""The fused backend of ``window.attend``: no score matrix in memory, at a cost that grows with each
+head's span.
 
 Three facts make it exact, with the soft mask of 1905.07799 as an additive bias:
 
-1. m exp(s) = exp(s + log m), so the mask is a bias, and keys with m = 0 are skipped. Neighbouring heads with an equal
-   number of visible keys are computed in one call. Each chunk of queries reads only its band of keys.
-2. Parts of one softmax are merged by their log-sum-exps. The backward pass of a part needs only the output and
-   log-sum-exp of the whole softmax. Persistent vectors are a part with the unrotated query.
+1. m exp(s) = exp(s + log m), so the mask is a bias, and keys with m = 0 are skipped. Neighbouring
+   heads with an equal number of visible keys are computed in one call. Each chunk of queries reads
+   only its band of keys.
+2. Parts of one softmax are merged by their log-sum-exps. The backward pass of a part needs only the
+   output and log-sum-exp of the whole softmax. Persistent vectors are a part with the unrotated
+   query.
 3. With upstream gradient g and output o, the gradient of a span is a sum over its ramp,
    dL/dz = sum over t and z <= x <= z + R of exp(s_tx - lse_t) / R * (g_t . v_x - g_t . o_t).
    It is computed outside the kernel, in which spans are constants.
 
-The kernels are torch's: flash attention on a CPU and memory-efficient attention on CUDA. Their additive mask must be a
-constant. Dropout is not supported: the CPU's kernel has none, and CUDA's kernel does not return the dropout mask that
-fact 3 needs. If every query sees all keys up to its own, torch chooses the kernel (``full_causal``)."""
+The kernels are torch's: flash attention on a CPU and memory-efficient attention on CUDA. Their
+additive mask must be a constant. Dropout is not supported: the CPU's kernel has none, and CUDA's
+kernel does not return the dropout mask that fact 3 needs. If every query sees all keys up to its
+own, torch chooses the kernel (``full_causal``)."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
@@ -27,24 +31,28 @@ from variants.kernels.window import Inputs, Window
 
 _Group = TypeVar("_Group")
 ALIGNMENT = 8
-"""Rows of masks and heads are padded to a multiple of this width, because CUDA's kernel reads 16 bytes at once."""
+"""Rows of masks and heads are padded to a multiple of this width, because CUDA's kernel reads 16
+bytes at once."""
 
 
 class Engine(NamedTuple):
     """A kernel for one part of a softmax.
 
     Attributes:
-        forward: maps scaled q ``[B, n, t, K]``, k and v ``[B, n, j, K]`` and an additive mask ``[1, n or 1, t, j]`` or
-            None to the output, and the log-sum-exp ``[B, n, t]`` in float32 or float64.
-        backward: maps the output's gradient, the four arguments of ``forward``, and the output and log-sum-exp of the
-            whole softmax to gradients of q, k and v."""
+        forward: maps scaled q ``[B, n, t, K]``, k and v ``[B, n, j, K]`` and an additive mask ``[1,
+            n or 1, t, j]`` or None to the output, and the log-sum-exp ``[B, n, t]`` in float32 or
+            float64.
+        backward: maps the output's gradient, the four arguments of ``forward``, and the output and
+            log-sum-exp of the whole softmax to gradients of q, k and v."""
 
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=1.0)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, attn_mask=mask, scale=1.0
+    )
 
 
 def _flash_backward(g, q, k, v, mask, y, lse) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,13 +62,16 @@ def _flash_backward(g, q, k, v, mask, y, lse) -> tuple[Tensor, Tensor, Tensor]:
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     parts, mask = _aligned(q, k, v), mask if mask is None else mask.expand(*q.shape[:3], -1)
-    y, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(*parts, mask, True, scale=1.0)
+    y, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        *parts, mask, True, scale=1.0
+    )
     return y[..., : q.shape[3]], lse[..., : q.shape[2]]
 
 
 def _efficient_backward(g, q, k, v, mask, y, lse) -> tuple[Tensor, Tensor, Tensor]:
     g, q_, k_, v_, y = _aligned(g, q, k, v, y)
-    # The kernel ignores strides. It reads outputs in the layout of its forward, and log-sum-exps in blocks of 32.
+    # The kernel ignores strides. It reads outputs in the layout of its forward, and log-sum-exps in
+    # blocks of 32.
     y = y.transpose(1, 2).contiguous().transpose(1, 2)
     lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
     generator_state = torch.zeros((), dtype=torch.int64)  # of dropout; not read without dropout
@@ -94,7 +105,9 @@ def obstacle(device: torch.device, *_: object) -> str | None:
 def is_full_causal(window: Window, inputs: Inputs) -> bool:
     """Whether each query sees all keys up to its own, and no other term is added to the scores."""
     rows, keys = inputs.q.shape[2], inputs.k.shape[2]
-    sees_all = window.z is None and not window.ramp and not window.shift and min(window.max_keys) >= rows
+    sees_all = (
+        window.z is None and not window.ramp and not window.shift and min(window.max_keys) >= rows
+    )
     terms = (inputs.bias, inputs.vectors, inputs.extra_q, inputs.sink, inputs.key_bias)
     return sees_all and inputs.lengths is None and keys == rows and all(x is None for x in terms)
 
@@ -102,24 +115,34 @@ def is_full_causal(window: Window, inputs: Inputs) -> bool:
 def full_causal(inputs: Inputs) -> Tensor:
     """Compute ``window.attend`` if ``is_full_causal``."""
     q, k, v = inputs[:3]
-    return F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), is_causal=True, scale=1.0)
+    return F.scaled_dot_product_attention(
+        q, k.to(q.dtype), v.to(q.dtype), is_causal=True, scale=1.0
+    )
 
 
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, which are 0 and -inf for a query that sees no key.
+    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, which are 0 and -inf for a query that
+    sees no key.
 
-    Keys that no query sees are not read. A bias ``[H, n]`` is allowed; vectors, key biases and dropout are not."""
-    assert inputs.vectors is None and not inputs.dropout, "the fused backend has no vectors and no dropout"
+    Keys that no query sees are not read. A bias ``[H, n]`` is allowed; vectors, key biases and
+    dropout are not."""
+    assert inputs.vectors is None and not inputs.dropout, (
+        "the fused backend has no vectors and no dropout"
+    )
     assert inputs.key_bias is None, "the fused backend has no key biases"
     q, k, v = _cast_like_queries(inputs)
     engine = ENGINES[q.device.type]
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    lse = torch.full(
+        q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
+    )
     for heads, t, j, mask, _ in _calls(inputs, window):
         band = (inputs.of_heads(x, heads)[:, :, j] for x in (k, v))
         y[:, heads, t], lse[:, heads, t] = engine.forward(q[:, heads, t], *band, mask)
     if inputs.extra_q is not None:
-        y, lse = plain.merge_parts(y, lse, *engine.forward(inputs.extra_q, *_persistent_kv(inputs), None))
+        y, lse = plain.merge_parts(
+            y, lse, *engine.forward(inputs.extra_q, *_persistent_kv(inputs), None)
+        )
     if inputs.sink is None:
         return y, lse
     return plain.merge_sink(y, lse, inputs.sink)
@@ -129,32 +152,44 @@ def backward(
     g: Tensor, y: Tensor, lse: Tensor, inputs: Inputs, window: Window, fields: frozenset[str], *,
     segment_only: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients of ``fields`` of ``inputs``; those of keys and values are summed over chunks in float32 or wider.
-    ``g`` is the output's gradient; ``y`` and ``lse`` are from ``forward``. With ``segment_only``, only the segment's
-    keys and values get gradients, ``[B, H, T, K]``."""
+    """Gradients of ``fields`` of ``inputs``; those of keys and values are summed over chunks in
+    float32 or wider. ``g`` is the output's gradient; ``y`` and ``lse`` are from ``forward``. With
+    ``segment_only``, only the segment's keys and values get gradients, ``[B, H, T, K]``."""
     q, k, v = _cast_like_queries(inputs)
     g = g.contiguous()
     engine, gradients = ENGINES[q.device.type], {}
     counts, rows = inputs.key_counts(), q.shape[2]
     gradients["q"] = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for name in "kv":
-        gradients[name] = torch.zeros(q.shape if segment_only else k.shape, dtype=lse.dtype, device=q.device)
+        gradients[name] = torch.zeros(
+            q.shape if segment_only else k.shape, dtype=lse.dtype, device=q.device
+        )
     if "z" in fields:
         gradients["z"] = torch.zeros(inputs.z.shape, dtype=lse.dtype, device=q.device)
     for heads, t, j, mask, span_tables in _calls(inputs, window, needs_slopes="z" in fields):
         band = [inputs.of_heads(x, heads)[:, :, j] for x in (k, v)]
         part = g[:, heads, t], q[:, heads, t], *band
-        gradients["q"][:, heads, t], *of_band = engine.backward(*part, mask, y[:, heads, t], lse[:, heads, t])
+        gradients["q"][:, heads, t], *of_band = engine.backward(
+            *part, mask, y[:, heads, t], lse[:, heads, t]
+        )
         first = counts[heads.start] - rows if segment_only else 0
         low, high = (max(0, key - first) for key in (j.start, j.stop))
         for name, x in zip("kv", of_band, strict=True):
-            sums = gradients[name][:, heads] if segment_only else inputs.of_heads(gradients[name], heads)
+            sums = (
+                gradients[name][:, heads]
+                if segment_only
+                else inputs.of_heads(gradients[name], heads)
+            )
             sums[:, :, low:high] += x[:, :, x.shape[2] - (high - low) :]
         if "z" in fields:
-            gradients["z"][heads] += _span_gradient(*part, y[:, heads, t], lse[:, heads, t], *span_tables)
+            gradients["z"][heads] += _span_gradient(
+                *part, y[:, heads, t], lse[:, heads, t], *span_tables
+            )
     if inputs.extra_q is not None:
         persistent = _persistent_kv(inputs)
-        gradients["extra_q"], *of_vectors = engine.backward(g, inputs.extra_q, *persistent, None, y, lse)
+        gradients["extra_q"], *of_vectors = engine.backward(
+            g, inputs.extra_q, *persistent, None, y, lse
+        )
         gradients["extra_k"], gradients["extra_v"] = (x.sum(0, dtype=lse.dtype) for x in of_vectors)
     if "sink" in fields:
         gradients["sink"] = plain.sink_gradient((g * y).sum(-1, dtype=lse.dtype), lse, inputs.sink)
@@ -162,7 +197,8 @@ def backward(
 
 
 def group_heads(keys: Iterable[_Group]) -> Iterator[tuple[_Group, slice]]:
-    """Group neighbouring heads with an equal entry in ``keys``; yields this entry and a slice of heads."""
+    """Group neighbouring heads with an equal entry in ``keys``; yields this entry and a slice of
+    heads."""
     first = 0
     for key, heads in groupby(keys):
         last = first + len(list(heads))
@@ -170,9 +206,11 @@ def group_heads(keys: Iterable[_Group]) -> Iterator[tuple[_Group, slice]]:
         first = last
 
 
-def query_chunks(rows: int, keys: int, max_keys: int, shift: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut the queries that see a key into chunks: yields ``(begin, end, low, high)``, a chunk's rows and its band of
-    keys. The band ends with the nearest key of the chunk's last row."""
+def query_chunks(
+    rows: int, keys: int, max_keys: int, shift: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Cut the queries that see a key into chunks: yields ``(begin, end, low, high)``, a chunk's
+    rows and its band of keys. The band ends with the nearest key of the chunk's last row."""
     size = max(32, min(128, max_keys))
     nearest = keys - rows - shift  # key of row 0, column 0
     for begin in range(max(0, -nearest), rows, size):
@@ -185,14 +223,18 @@ def executed_flops(
 ) -> tuple[int, int]:
     """FLOPs of the products in a forward and in a backward pass, 2 per multiply-add.
 
-    All pairs of a chunk and its band count, also hidden ones, and scores that the backward pass computes again. Padding
-    inside a kernel's tiles, softmax and masks do not count."""
+    All pairs of a chunk and its band count, also hidden ones, and scores that the backward pass
+    computes again. Padding inside a kernel's tiles, softmax and masks do not count."""
     streams, _, rows, width = inputs.q.shape
     padded_width = width if inputs.q.device.type == "cpu" else width + -width % ALIGNMENT
     pairs = 0
-    for (max_keys, keys), heads in group_heads(zip(window.max_keys, inputs.key_counts(), strict=True)):
+    for (max_keys, keys), heads in group_heads(
+        zip(window.max_keys, inputs.key_counts(), strict=True)
+    ):
         chunks = query_chunks(rows, keys, max_keys, window.shift)
-        pairs += (heads.stop - heads.start) * sum((end - begin) * (high - low) for begin, end, low, high in chunks)
+        pairs += (heads.stop - heads.start) * sum(
+            (end - begin) * (high - low) for begin, end, low, high in chunks
+        )
     persistent_pairs = 0 if inputs.extra_k is None else inputs.extra_k[..., 0].numel() * rows
     backward = 10 * padded_width * (pairs + persistent_pairs) + 4 * width * pairs * ("z" in fields)
     return 4 * padded_width * streams * (pairs + persistent_pairs), streams * backward
@@ -204,19 +246,23 @@ def _cast_like_queries(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _chunk_mask(table: Tensor | None, max_keys: int, rows: int, keys: int, like: Tensor) -> Tensor:
-    """Additive mask ``[1, H or 1, rows, keys]`` with aligned rows; the last key is column 0 of the last row."""
+    """Additive mask ``[1, H or 1, rows, keys]`` with aligned rows; the last key is column 0 of
+    the last row."""
     visible = plain.visible_mask(rows, keys, max_keys, shift=0, device=like.device)
     if table is None:
         band = visible.new_zeros((1, rows, keys), dtype=like.dtype)
     else:
         band = plain.skew_table(table, rows, keys)
-    return F.pad(band.masked_fill(~visible, -torch.inf).to(like.dtype), (0, -keys % ALIGNMENT))[None, ..., :keys]
+    return F.pad(band.masked_fill(~visible, -torch.inf).to(like.dtype), (0, -keys % ALIGNMENT))[
+        None, ..., :keys
+    ]
 
 
 def _calls(
     inputs: Inputs, window: Window, *, needs_slopes: bool = False
 ) -> Iterator[tuple[slice, slice, slice, Tensor, tuple[Tensor | None, ...]]]:
-    """Heads, queries, keys and mask of each call of a kernel; then its bias and dm/dz, None without ``needs_slopes``.
+    """Heads, queries, keys and mask of each call of a kernel; then its bias and dm/dz, None without
+    ``needs_slopes``.
 
     Calls of equal shape share one mask."""
     bias = table = inputs.bias  # table [H, n] is added to the scores of columns
@@ -226,13 +272,18 @@ def _calls(
         table = plain.soft_mask(z, window.ramp, n_distances).log()
         table = table if bias is None else table + bias
         slope = plain.ramp_slope(z, window.ramp, n_distances) if needs_slopes else None
-    for (max_keys, keys), heads in group_heads(zip(window.max_keys, inputs.key_counts(), strict=True)):
+    for (max_keys, keys), heads in group_heads(
+        zip(window.max_keys, inputs.key_counts(), strict=True)
+    ):
         of_heads = [None if x is None else x[heads, :max_keys] for x in (table, bias, slope)]
         masks: dict[tuple[int, int], tuple] = {}
         for begin, end, low, high in query_chunks(inputs.q.shape[2], keys, max_keys, window.shift):
             shape = (end - begin, high - low)
             if shape not in masks:
-                tables = [None if x is None or slope is None else plain.skew_table(x, *shape) for x in of_heads[1:]]
+                tables = [
+                    None if x is None or slope is None else plain.skew_table(x, *shape)
+                    for x in of_heads[1:]
+                ]
                 masks[shape] = _chunk_mask(of_heads[0], max_keys, *shape, inputs.q), tables
             yield heads, slice(begin, end), slice(low, high), *masks[shape]
 
@@ -246,8 +297,12 @@ def _persistent_kv(inputs: Inputs) -> tuple[Tensor, Tensor]:
 def _span_gradient(g, q, k, v, y, lse, bias: Tensor | None, slope: Tensor) -> Tensor:
     """The gradient ``[H]`` of spans from one chunk, by fact 3 of this file's docstring."""
     scores = (q @ k.mT).to(lse.dtype)
-    scores = (scores if bias is None else scores + bias) - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
+    scores = (scores if bias is None else scores + bias) - lse.masked_fill(
+        lse == -torch.inf, torch.inf
+    )[..., None]
     # A key with m = 0 may have a score above the log-sum-exp.
-    weights = scores.clamp(max=plain.max_exponent(lse.dtype)).exp().masked_fill(slope == 0, 0) * slope
+    weights = (
+        scores.clamp(max=plain.max_exponent(lse.dtype)).exp().masked_fill(slope == 0, 0) * slope
+    )
     dweights = (g @ v.mT).to(lse.dtype) - (g * y).sum(-1, dtype=lse.dtype)[..., None]
     return (weights * dweights).sum(dim=(0, 2, 3))

@@ -1,18 +1,20 @@
 """Attention over a window as one torch operation, for backends that compute their own gradients.
 
-A backend is a module with three functions, where ``fields`` names the fields of ``Inputs`` that need a gradient:
+A backend is a module with three functions, where ``fields`` names the fields of ``Inputs`` that
+need a gradient:
 
     forward(inputs, window) -> y [B, H, T, K], log-sum-exp [B, H, T]
     backward(g, y, lse, inputs, window, fields, segment_only=) -> a gradient for each of the fields
-    executed_flops(inputs, window, fields, segment_only=) -> FLOPs of a forward pass, FLOPs of a backward pass
+    executed_flops(inputs, window, fields, segment_only=) -> FLOPs of a forward and a backward pass
 
-This module turns them into two operations that torch can trace, ``windtunnel::attention_forward`` and
-``attention_backward``. Learned windows are passed as a tensor on the CPU, so that new spans do not recompile a graph.
-A hard window is a constant, because a graph for a GPU would need a C++ compiler to create a tensor on the CPU.
+This module turns them into two operations that torch can trace, ``windtunnel::attention_forward``
+and ``attention_backward``. Learned windows are passed as a tensor on the CPU, so that new spans do
+not recompile a graph. A hard window is a constant, because a graph for a GPU would need a C++
+compiler to create a tensor on the CPU.
 
-``k`` and ``v`` hold keys and values of the past, then those of the segment. If the past needs no gradient, ``k`` and
-``v`` are detached and the segment's part is also passed as ``segment``: then only that part gets gradients. Key biases
-are passed in the same way."""
+``k`` and ``v`` hold keys and values of the past, then those of the segment. If the past needs no
+gradient, ``k`` and ``v`` are detached and the segment's part is also passed as ``segment``: then
+only that part gets gradients. Key biases are passed in the same way."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -25,7 +27,19 @@ from variants.kernels import fused, triton_window
 from variants.kernels.dropout import draw_seed
 from variants.kernels.window import Inputs, Window
 
-DIFFERENTIABLE = ("q", "k", "v", "z", "extra_q", "extra_k", "extra_v", "vectors", "sink", "key_bias", "query_bias")
+DIFFERENTIABLE = (
+    "q",
+    "k",
+    "v",
+    "z",
+    "extra_q",
+    "extra_k",
+    "extra_v",
+    "vectors",
+    "sink",
+    "key_bias",
+    "query_bias",
+)
 """Fields of ``Inputs`` that may have a gradient."""
 SEGMENT_NAMES = ("segment_k", "segment_v", "segment_key_bias")
 MODULES: dict[str, ModuleType] = {"fused": fused, "kernel": triton_window}
@@ -33,13 +47,21 @@ MODULES: dict[str, ModuleType] = {"fused": fused, "kernel": triton_window}
 
 
 def attend(
-    backend: str, q: Tensor, k: Tensor, v: Tensor, window: Window, *, segment: Sequence[Tensor | None] = (), **options
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: Window,
+    *,
+    segment: Sequence[Tensor | None] = (),
+    **options,
 ) -> Tensor:
     """Compute ``window.attend`` by ``fused`` or ``kernel``.
 
     Args:
-        segment: the segment's keys and values ``[B, H, T, K]``, equal to the last T of ``k`` and ``v``, and its key
-            biases, if any. Then these get gradients, and ``k`` and ``v`` get none."""
+        segment: the segment's keys and values ``[B, H, T, K]``, equal to the last T of ``k`` and
+            ``v``, and its key biases, if any. Then these get gradients, and ``k`` and ``v`` get
+            none."""
     inputs = Inputs.from_call(q, k, v, window, **options)
     named = inputs._asdict() | dict(zip(SEGMENT_NAMES, segment, strict=False))
     rate = named.pop("dropout")
@@ -52,29 +74,37 @@ def attend(
 
 @torch.library.custom_op("windtunnel::attention_forward", mutates_args=())
 def _forward(
-    backend: str, names: str, tensors: list[Tensor], max_keys: list[int], max_keys_tensor: Tensor | None, shift: int,
-    ramp: int, dropout: float,
+    backend: str, names: str, tensors: list[Tensor], max_keys: list[int],
+    max_keys_tensor: Tensor | None, shift: int, ramp: int, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``; ``names`` has the names of ``tensors``."""
-    y, lse = MODULES[backend].forward(*_arguments(names, tensors, max_keys, max_keys_tensor, shift, ramp, dropout))
+    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``; ``names`` has the names of
+    ``tensors``."""
+    y, lse = MODULES[backend].forward(
+        *_arguments(names, tensors, max_keys, max_keys_tensor, shift, ramp, dropout)
+    )
     return y.contiguous(), lse.contiguous()
 
 
 @_forward.register_fake
 def _forward_results(backend, names, tensors, *_):
     q = tensors[0]
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape), q.new_empty(
+        q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)
+    )
 
 
 @torch.library.custom_op("windtunnel::attention_backward", mutates_args=())
 def _backward(
-    backend: str, names: str, tensors: list[Tensor], max_keys: list[int], max_keys_tensor: Tensor | None, shift: int,
-    ramp: int, dropout: float, g: Tensor, y: Tensor, lse: Tensor, gradient_names: str,
+    backend: str, names: str, tensors: list[Tensor], max_keys: list[int],
+    max_keys_tensor: Tensor | None, shift: int, ramp: int, dropout: float, g: Tensor, y: Tensor,
+    lse: Tensor, gradient_names: str,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the tensors in ``gradient_names``, in this order."""
     fields, segment_only = _fields(gradient_names)
     inputs, window = _arguments(names, tensors, max_keys, max_keys_tensor, shift, ramp, dropout)
-    gradients = MODULES[backend].backward(g, y, lse, inputs, window, frozenset(fields), segment_only=segment_only)
+    gradients = MODULES[backend].backward(
+        g, y, lse, inputs, window, frozenset(fields), segment_only=segment_only
+    )
     return [gradients[field].to(getattr(inputs, field).dtype).contiguous() for field in fields]
 
 
@@ -94,7 +124,9 @@ def _gradients(ctx, g: Tensor, _: Tensor):
     max_keys_tensor, *tensors, y, lse = ctx.saved_tensors
     names = ctx.names.split()
     needs = dict(zip(names, ctx.needs_input_grad[2], strict=True))
-    gradient_names = [name for name in names if needs[name] and name in (*DIFFERENTIABLE, *SEGMENT_NAMES)]
+    gradient_names = [
+        name for name in names if needs[name] and name in (*DIFFERENTIABLE, *SEGMENT_NAMES)
+    ]
     arguments = (ctx.backend, ctx.names, tensors, ctx.max_keys, max_keys_tensor, *ctx.sizes)
     gradients = _backward(*arguments, g.contiguous(), y, lse, " ".join(gradient_names))
     by_name = dict(zip(gradient_names, gradients, strict=True))
@@ -105,12 +137,15 @@ _forward.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
 def _arguments(
-    names: str, tensors: list[Tensor], max_keys: list[int], max_keys_tensor: Tensor | None, shift: int, ramp: int,
-    dropout: float,
+    names: str, tensors: list[Tensor], max_keys: list[int], max_keys_tensor: Tensor | None,
+    shift: int, ramp: int, dropout: float,
 ) -> tuple[Inputs, Window]:  # fmt: skip
-    """Arguments of a backend's functions. Rows are made contiguous here, because a compiled graph chooses layouts, and
-    torch's flash attention for CPUs (2.13) silently misreads rows whose elements are not adjacent in memory."""
-    named = {name: x for name, x in zip(names.split(), tensors, strict=True) if name not in SEGMENT_NAMES}
+    """Arguments of a backend's functions. Rows are made contiguous here, because a compiled graph
+    chooses layouts, and torch's flash attention for CPUs (2.13) silently misreads rows whose
+    elements are not adjacent in memory."""
+    named = {
+        name: x for name, x in zip(names.split(), tensors, strict=True) if name not in SEGMENT_NAMES
+    }
     for name in {"q", "k", "v", "extra_q"} & named.keys():
         named[name] = named[name] if named[name].stride(-1) == 1 else named[name].contiguous()
     max_keys = max_keys if max_keys_tensor is None else max_keys_tensor.tolist()
@@ -120,7 +155,9 @@ def _arguments(
 def _fields(gradient_names: str) -> tuple[list[str], bool]:
     """Fields of ``Inputs``, and whether only the segment's keys and values get gradients."""
     names = gradient_names.split()
-    return [name.removeprefix("segment_") for name in names], not set(SEGMENT_NAMES).isdisjoint(names)
+    return [name.removeprefix("segment_") for name in names], not set(SEGMENT_NAMES).isdisjoint(
+        names
+    )
 
 
 @register_flop_formula(torch.ops.windtunnel.attention_forward, get_raw=True)
@@ -131,4 +168,6 @@ def _forward_flops(backend, *call, **_) -> int:
 @register_flop_formula(torch.ops.windtunnel.attention_backward, get_raw=True)
 def _backward_flops(backend, *call, **_) -> int:
     fields, segment_only = _fields(call[-1])
-    return MODULES[backend].executed_flops(*_arguments(*call[:7]), frozenset(fields), segment_only=segment_only)[1]
+    return MODULES[backend].executed_flops(
+        *_arguments(*call[:7]), frozenset(fields), segment_only=segment_only
+    )[1]

@@ -1,4 +1,5 @@
-"""The search of a product-key memory on a CPU: ``product_search.cpp``, compiled at its first use (``native.py``)."""
+"""The search of a product-key memory on a CPU: ``product_search.cpp``, compiled at its first use
+(``native.py``)."""
 
 import ctypes
 from functools import lru_cache
@@ -27,7 +28,8 @@ def search(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The ``top_k`` largest sums of one score of each half, for each query and head.
 
     Args:
-        scores: float32 or float64 ``[2 H, n, C]``, with the two halves of a head next to each other.
+        scores: float32 or float64 ``[2 H, n, C]``, with the two halves of a head next to each
+            other.
         top_k: from 1 to C.
 
     Returns: slots i C + j, int64, and their sums; both are ``[n, H, top_k]`` in any order."""

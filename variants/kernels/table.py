@@ -1,11 +1,14 @@
-"""A weighted sum of a few rows of a table for each byte, with gradients for the table and the weights.
+"""A weighted sum of a few rows of a table for each byte, with gradients for the table and the
+weights.
 
-    y_n = sum_r w_nr v_(s_nr)        dw_nr = g_n . v_(s_nr)        dv_m = sum over (n, r) with s_nr = m of w_nr g_n
+    y_n = sum_r w_nr v_(s_nr)        dw_nr = g_n . v_(s_nr)
+    dv_m = sum over (n, r) with s_nr = m of w_nr g_n
 
-with s the rows that byte n reads and g the gradient of y. The backward pass sorts the pairs (n, r) by row instead of by
-byte. Then the table's gradient is itself a weighted sum of rows of g. Each of its rows is written once, g stays in the
-cache (2 MiB at 2048 bytes of width 256; the table has 16 to 256 MiB), and a row that many bytes read is loaded once.
-torch's derivative (2.13, CPU) sorts too, but it clears the table's gradient first and then adds one pair at a time."""
+with s the rows that byte n reads and g the gradient of y. The backward pass sorts the pairs (n, r)
+by row instead of by byte. Then the table's gradient is itself a weighted sum of rows of g. Each of
+its rows is written once, g stays in the cache (2 MiB at 2048 bytes of width 256; the table has 16
+to 256 MiB), and a row that many bytes read is loaded once. torch's derivative (2.13, CPU) sorts
+too, but it clears the table's gradient first and then adds one pair at a time."""
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +20,8 @@ EMBEDDING_BAG_SUM = 0
 
 
 def read_rows(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
-    """Weighted sums ``[n, D]`` of the rows ``slots [n, r]`` of ``values [M, D]``, by ``weights [n, r]``.
+    """Weighted sums ``[n, D]`` of the rows ``slots [n, r]`` of ``values [M, D]``, by ``weights [n,
+    r]``.
 
     With ``sparse``, the gradient of ``values`` is a sparse tensor with the rows that were read."""
     # embedding_bag needs one dtype for both, and autocast does not convert its arguments.
@@ -31,7 +35,8 @@ _read_uncompiled = torch.compiler.disable(read_rows)
 
 
 def sum_rows(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
-    """``read_rows``, not compiled if ``sparse``: torch.compile (2.13) fails on the shape of a sparse gradient."""
+    """``read_rows``, not compiled if ``sparse``: torch.compile (2.13) fails on the shape of a
+    sparse gradient."""
     return (_read_uncompiled if sparse else read_rows)(values, slots, weights, sparse=sparse)
 
 
@@ -50,12 +55,15 @@ class _Read(torch.autograd.Function):
         values, slots, weights = ctx.saved_tensors
         gradient = gradient.contiguous()
         index = torch.int32 if max(len(values), slots.numel()) < 2**31 else torch.int64
-        by_row, order = slots.flatten().to(index).sort()  # sorting is four times as fast with 32 bits
+        # sorting is four times as fast with 32 bits
+        by_row, order = slots.flatten().to(index).sort()
         byte = (order // slots.shape[1]).to(index)
         if ctx.sparse:
             rows, reads = torch.unique_consecutive(by_row, return_counts=True)
         else:
-            reads = by_row.new_zeros(len(values)).scatter_add_(0, by_row.long(), torch.ones_like(by_row))
+            reads = by_row.new_zeros(len(values)).scatter_add_(
+                0, by_row.long(), torch.ones_like(by_row)
+            )
         first = (reads.cumsum(0) - reads).to(index)  # index of each row's first pair
         d_values = d_weights = None
         if ctx.needs_input_grad[0]:

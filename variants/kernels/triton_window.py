@@ -1,15 +1,18 @@
-"""The kernel backend of ``window.attend`` on CUDA, in Triton. It stores no scores, and skips blocks of hidden keys.
+"""The kernel backend of ``window.attend`` on CUDA, in Triton. It stores no scores, and skips blocks
+of hidden keys.
 
-It uses the three facts of ``fused.py``. The soft mask m is an additive bias, log m. The window, persistent vectors and
-sink are parts of one softmax, merged by their log-sum-exps. The gradient of a span is a sum over its ramp. With g_t the
-gradient of y_t, and without dropout:
+It uses the three facts of ``fused.py``. The soft mask m is an additive bias, log m. The window,
+persistent vectors and sink are parts of one softmax, merged by their log-sum-exps. The gradient of
+a span is a sum over its ramp. With g_t the gradient of y_t, and without dropout:
 
-    lse_t = log sum_x m_x exp(s_tx),   a_tx = m_x exp(s_tx - lse_t),   y_t = sum_x a_tx v_x,   d_tx = g_t . (v_x - y_t)
+    lse_t = log sum_x m_x exp(s_tx),   a_tx = m_x exp(s_tx - lse_t),   y_t = sum_x a_tx v_x,
+    d_tx = g_t . (v_x - y_t)
     dL/ds_tx = a_tx d_tx,   dL/dz = sum over t and z <= x <= z + R of exp(s_tx - lse_t) d_tx / R
 
-Kernels load z + R from device memory, so that new spans need neither a compilation nor a copy to the host. To add
-q_t . p_x, with p_x the vector of distance x, a block of queries is multiplied with the vectors of the 2 BLOCK distances
-to a block of keys, and the diagonals are read. Every sum has a fixed order, so repeated runs give equal numbers."""
+Kernels load z + R from device memory, so that new spans need neither a compilation nor a copy to
+the host. To add q_t . p_x, with p_x the vector of distance x, a block of queries is multiplied with
+the vectors of the 2 BLOCK distances to a block of keys, and the diagonals are read. Every sum
+has a fixed order, so repeated runs give equal numbers."""
 
 import importlib.util
 import math
@@ -24,19 +27,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from variants.kernels.dropout import threshold
 from variants.kernels.window import Inputs, Window, sink_gradient
 
-INSTALLED = importlib.util.find_spec("triton") is not None  # a compiled forward pass reads it, and cannot search
+# a compiled forward pass reads it, and cannot search
+INSTALLED = importlib.util.find_spec("triton") is not None
 WIDTH_STEP, MAX_WIDTH = 8, 128
 LOG2E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STREAM_GROUPS = 8
-"""Largest number of groups of streams. Each has its own sum ``[H, n, K]``, in float32, for the gradient of
-``Inputs.vectors``. More groups run in more parallel programs, and take more memory."""
+"""Largest number of groups of streams. Each has its own sum ``[H, n, K]``, in float32, for the
+gradient of ``Inputs.vectors``. More groups run in more parallel programs, and take more memory."""
 
 
 def obstacle(device: torch.device, width: int) -> str | None:
     """The reason why ``forward`` cannot run on this device for heads of this width; None if it can.
 
-    On a CPU it can run if triton interprets kernels (TRITON_INTERPRET=1), for tests without a GPU."""
+    On a CPU it can run if triton interprets kernels (TRITON_INTERPRET=1), for tests without a
+    GPU."""
     if not INSTALLED:
         return "triton is not installed"
     if device.type != "cuda" and not _kernels().INTERPRETED:
@@ -56,8 +61,9 @@ def launch_options(
 ) -> dict[str, int]:
     """BLOCK, the number of queries, keys or distances in a block, and the compiler's options.
 
-    Blocks are the largest with which no register spills (checked for the architectures of ``tests/triton_spills.py``)
-    and no two warps hold the same elements. They are not selected by timing."""
+    Blocks are the largest with which no register spills (checked for the architectures of
+    ``tests/triton_spills.py``) and no two warps hold the same elements. They are not selected by
+    timing."""
     columns = padded_width(width)
     if dtype != torch.float32:
         block, warps = 16 if vectors and columns == 32 else 64 >> ((columns > 64) + vectors), 4
@@ -66,28 +72,40 @@ def launch_options(
     else:  # by multiply-add, without tensor cores
         block, warps = 32 >> (columns > 64 or vectors), 8
     options = {"BLOCK": block, "num_warps": warps, "num_stages": 1 if vectors and warps == 4 else 2}
-    if block == columns == 64:  # before sm_90, only key_gradient has enough registers to prefetch the next block
+    # before sm_90, only key_gradient has enough registers to prefetch the next block
+    if block == columns == 64:
         return options if architecture >= 90 else options | {"num_stages": 1}
-    return options | {"maxnreg": 255}  # without it, the compiler spills some registers to run more threads
+    # without it, the compiler spills some registers to run more threads
+    return options | {"maxnreg": 255}
 
 
 def key_gradient_options(options: dict) -> dict:
-    """Options of ``key_gradient`` that replace entries of ``options``, with which the other kernels are compiled."""
+    """Options of ``key_gradient`` that replace entries of ``options``, with which the other
+    kernels are compiled."""
     return {"num_stages": 2, "maxnreg": 255} if options["BLOCK"] == 64 else {}
 
 
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, T, K]`` and, for ``backward``, the log-sum-exp of the whole softmax in base 2, ``[B, H, T]``.
+    """Output ``[B, H, T, K]`` and, for ``backward``, the log-sum-exp of the whole softmax in base
+    2, ``[B, H, T]``.
 
-    Each head has one span for all queries. ``inputs`` may have vectors or a constant bias, but not both, for n >=
-    ``max(window.max_keys)`` distances."""
+    Each head has one span for all queries. ``inputs`` may have vectors or a constant bias, but not
+    both, for n >= ``max(window.max_keys)`` distances."""
     q, z, n_distances = inputs.q, inputs.z, _n_distances(inputs)
-    assert q.dtype in DTYPES and (z is None or z.shape == q.shape[1:2]), f"{q.dtype} or z {z} is not supported"
-    assert inputs.vectors is None or inputs.bias is None, "vectors and a bias: only one of them is allowed"
-    assert not n_distances or n_distances >= max(window.max_keys), f"{n_distances} distances for {window.max_keys}"
+    assert q.dtype in DTYPES and (z is None or z.shape == q.shape[1:2]), (
+        f"{q.dtype} or z {z} is not supported"
+    )
+    assert inputs.vectors is None or inputs.bias is None, (
+        "vectors and a bias: only one of them is allowed"
+    )
+    assert not n_distances or n_distances >= max(window.max_keys), (
+        f"{n_distances} distances for {window.max_keys}"
+    )
     prior = (None, None)
     if inputs.sink is not None:  # a part of the softmax whose output is 0
-        lse = (inputs.sink.float() * LOG2E).clamp(min=-1e30)[:, None].expand(q.shape[:3]).contiguous()
+        lse = (
+            (inputs.sink.float() * LOG2E).clamp(min=-1e30)[:, None].expand(q.shape[:3]).contiguous()
+        )
         prior = torch.zeros(q.shape, dtype=torch.float32, device=q.device), lse
     if inputs.extra_q is not None:
         prior = _forward(_persistent_arguments(inputs), *prior, torch.float32)
@@ -98,12 +116,17 @@ def backward(
     g: Tensor, y: Tensor, lse: Tensor, inputs: Inputs, window: Window, fields: frozenset[str], *,
     segment_only: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients of ``fields`` of ``inputs``. ``g`` is the output's gradient; ``y`` and ``lse`` are from ``forward``.
-    With ``segment_only``, gradients of keys and values are ``[B, H, T, K]``, for the segment only."""
+    """Gradients of ``fields`` of ``inputs``. ``g`` is the output's gradient; ``y`` and ``lse`` are
+    from ``forward``. With ``segment_only``, gradients of keys and values are ``[B, H, T, K]``,
+    for the segment only."""
     common = {"g": g.to(y.dtype).contiguous(), "lse": lse, "delta": torch.empty_like(lse)}
     arguments, streams = _window_arguments(inputs, window), y.shape[0]
-    gradients = _query_gradient(arguments, y, common, span="z" in fields, bias="query_bias" in fields)
-    shape, longest = (y.shape, y.shape[2]) if segment_only else (inputs.k.shape, max(inputs.key_counts()))
+    gradients = _query_gradient(
+        arguments, y, common, span="z" in fields, bias="query_bias" in fields
+    )
+    shape, longest = (
+        (y.shape, y.shape[2]) if segment_only else (inputs.k.shape, max(inputs.key_counts()))
+    )
     options = {"longest": longest, "segment_only": segment_only, "bias": "key_bias" in fields}
     gradients |= _key_gradient(arguments, shape, common, **options)
     if inputs.vectors is not None:
@@ -122,20 +145,25 @@ def backward(
 def executed_flops(
     inputs: Inputs, window: Window, fields: frozenset[str], *, segment_only: bool = False
 ) -> tuple[int, int]:
-    """FLOPs of the products in ``forward``, and of those in ``backward``, counted in whole tiles with padding.
+    """FLOPs of the products in ``forward``, and of those in ``backward``, counted in whole tiles
+    with padding.
 
-    If spans are fake tensors, which have no values, every head is taken to see ``max_keys`` keys."""
+    If spans are fake tensors, which have no values, every head is taken to see ``max_keys``
+    keys."""
     (streams, _, rows, width), ramp_end = inputs.q.shape, None
     vectors = inputs.vectors is not None
     block = launch_options(width, inputs.q.dtype, precision=precision(), vectors=vectors)["BLOCK"]
     persistent = 0 if inputs.extra_k is None else inputs.extra_k.shape[1]
     if inputs.z is not None and not isinstance(inputs.z, FakeTensor):
-        ramp_end = (inputs.z.detach() + window.ramp).tolist()  # waits for the device; no timed code counts FLOPs
+        # waits for the device; no timed code counts FLOPs
+        ramp_end = (inputs.z.detach() + window.ramp).tolist()
     starts = range(0, rows, block)
     by_queries = by_keys = by_distances = 0
     for h, (max_keys, keys) in enumerate(zip(window.max_keys, inputs.key_counts(), strict=True)):
         offset = keys - rows - window.shift
-        visible = max_keys if ramp_end is None else max(0, min(max_keys, math.floor(ramp_end[h]) + 1))
+        visible = (
+            max_keys if ramp_end is None else max(0, min(max_keys, math.floor(ramp_end[h]) + 1))
+        )
         for t0 in starts:  # as in _key_blocks
             first = max(offset + t0 - visible + 1, 0) // block
             by_queries += max(0, -(-(offset + min(t0 + block, rows)) // block) - first)
@@ -145,9 +173,12 @@ def executed_flops(
         for x0 in range(0, visible, block):  # as in vector_gradient
             by_distances += max(0, len(starts) - max(x0 - offset, 0) // block)
     by_persistent = len(window.max_keys) * len(starts) * -(-persistent // block)
-    diagonals = 2 * vectors  # the product with vectors of 2 BLOCK distances is as large as two tiles
+    # the product with vectors of 2 BLOCK distances is as large as two tiles
+    diagonals = 2 * vectors
     forward = by_queries * (2 + diagonals) + by_persistent * 2
-    backward = by_queries * (3 + 2 * diagonals) + by_keys * (4 + diagonals) + by_distances * 6 * vectors
+    backward = (
+        by_queries * (3 + 2 * diagonals) + by_keys * (4 + diagonals) + by_distances * 6 * vectors
+    )
     backward += by_persistent * 7
     tile = 2 * streams * block**2 * padded_width(width)
     return forward * tile, backward * tile
@@ -155,7 +186,8 @@ def executed_flops(
 
 @lru_cache(maxsize=256)
 def _heads(max_keys: tuple[int, ...], lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """The kernels' argument ``heads``. Cached, so that each combination is copied to the device once."""
+    """The kernels' argument ``heads``. Cached, so that each combination is copied to the device
+    once."""
     order = sorted(range(len(max_keys)), key=lambda h: -max_keys[h])
     first = [0, *accumulate(lengths)][:-1]
     return torch.tensor((max_keys, order, lengths, first), dtype=torch.int32, device=device)
@@ -180,7 +212,9 @@ def _window_arguments(inputs: Inputs, window: Window) -> dict:
         "heads": _heads(window.max_keys, lengths, inputs.q.device),
         "stream_keys": sum(lengths),
         "shift": window.shift,
-        "vectors": None if inputs.vectors is None else inputs.vectors.to(inputs.q.dtype).contiguous(),
+        "vectors": None
+        if inputs.vectors is None
+        else inputs.vectors.to(inputs.q.dtype).contiguous(),
         "distances": _n_distances(inputs),
         "ramp": window.ramp,
         "ALL": False,
@@ -188,17 +222,25 @@ def _window_arguments(inputs: Inputs, window: Window) -> dict:
 
 
 def _persistent_arguments(inputs: Inputs) -> dict:
-    """Arguments for the part over persistent vectors: every query sees all of them, and all streams share them."""
+    """Arguments for the part over persistent vectors: every query sees all of them, and all
+    streams share them."""
     heads, n_vectors = inputs.extra_k.shape[:2]
-    arguments = _arguments(inputs, inputs.extra_q.to(inputs.q.dtype), inputs.extra_k, inputs.extra_v)
+    arguments = _arguments(
+        inputs, inputs.extra_q.to(inputs.q.dtype), inputs.extra_k, inputs.extra_v
+    )
     lengths = (n_vectors,) * heads
-    return arguments | {"heads": _heads(lengths, lengths, inputs.q.device), "stream_keys": heads * n_vectors}
+    return arguments | {
+        "heads": _heads(lengths, lengths, inputs.q.device),
+        "stream_keys": heads * n_vectors,
+    }
 
 
 def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
     """Arguments of kernels for a part of the softmax; by default every query sees every key."""
     width, rate = q.shape[-1], inputs.dropout
-    architecture = 90 if q.device.type != "cuda" else 10 * torch.cuda.get_device_capability(q.device)[0]
+    architecture = (
+        90 if q.device.type != "cuda" else 10 * torch.cuda.get_device_capability(q.device)[0]
+    )
     return {
         "q": q.contiguous(),
         "k": k.to(q.dtype).contiguous(),
@@ -214,7 +256,11 @@ def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
         "ALL": True,
         "PRECISION": precision(),
     } | launch_options(
-        width, q.dtype, precision=precision(), vectors=inputs.vectors is not None, architecture=architecture
+        width,
+        q.dtype,
+        precision=precision(),
+        vectors=inputs.vectors is not None,
+        architecture=architecture,
     )
 
 
@@ -225,9 +271,13 @@ def padded_width(width: int) -> int:
 def _forward(
     arguments: dict, prior: Tensor | None, prior_lse: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Output of one part, merged with ``prior``, and log-sum-exp in base 2, +inf (not -inf) if a query sees no key."""
+    """Output of one part, merged with ``prior``, and log-sum-exp in base 2, +inf (not -inf) if a
+    query sees no key."""
     q = arguments["q"]
-    y, lse = torch.empty_like(q, dtype=dtype), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    y, lse = (
+        torch.empty_like(q, dtype=dtype),
+        torch.empty(q.shape[:3], dtype=torch.float32, device=q.device),
+    )
     grid = _grid(arguments, q.shape[2])
     _kernels().forward[grid](prior=prior, prior_lse=prior_lse, y=y, lse=lse, **arguments)
     return y, lse
@@ -236,7 +286,8 @@ def _forward(
 def _query_gradient(
     arguments: dict, y: Tensor, common: dict, *, span: bool = False, bias: bool = False
 ) -> dict[str, Tensor]:
-    """Gradients of queries, spans ``[H]`` and query biases. Writes ``common["delta"]``, which other kernels read."""
+    """Gradients of queries, spans ``[H]`` and query biases. Writes ``common["delta"]``, which
+    other kernels read."""
     q, grid = arguments["q"], _grid(arguments, arguments["T"])
     dq = torch.empty_like(q)
     dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device) if span else None
@@ -246,14 +297,19 @@ def _query_gradient(
 
 
 def _key_gradient(
-    arguments: dict, shape: Sequence[int], common: dict, *, longest: int, segment_only: bool = False,
-    dtype: torch.dtype | None = None, bias: bool = False,
+    arguments: dict, shape: Sequence[int], common: dict, *, longest: int,
+    segment_only: bool = False, dtype: torch.dtype | None = None, bias: bool = False,
 ) -> dict[str, Tensor | None]:  # fmt: skip
-    """Gradients of keys, values and key biases, for all keys or, with ``segment_only``, for the last T of each head."""
+    """Gradients of keys, values and key biases, for all keys or, with ``segment_only``, for the
+    last T of each head."""
     k = arguments["k"]
     dk, dv = (torch.empty(shape, dtype=dtype or k.dtype, device=k.device) for _ in range(2))
     dbias = torch.empty(shape[:-1], dtype=torch.float32, device=k.device) if bias else None
-    arguments = arguments | key_gradient_options(arguments) | {"longest": longest, "SEGMENT_ONLY": segment_only}
+    arguments = (
+        arguments
+        | key_gradient_options(arguments)
+        | {"longest": longest, "SEGMENT_ONLY": segment_only}
+    )
     arguments |= {"dk": dk, "dv": dv, "dkey_bias": dbias}
     _kernels().key_gradient[_grid(arguments, longest)](**common, **arguments)
     return {"k": dk, "v": dv, "key_bias": dbias}
@@ -261,17 +317,22 @@ def _key_gradient(
 
 def _vector_gradient(arguments: dict, common: dict) -> Tensor:
     """The gradient of vectors, ``[n, K]`` in float32."""
-    arguments = {name: argument for name, argument in arguments.items() if name not in ("table", "ALL")}
+    arguments = {
+        name: argument for name, argument in arguments.items() if name not in ("table", "ALL")
+    }
     streams, heads, _, width = arguments["q"].shape
     groups, distances = min(streams, STREAM_GROUPS), arguments["distances"]
-    parts = torch.empty(groups, heads, distances, width, dtype=torch.float32, device=common["g"].device)
+    parts = torch.empty(
+        groups, heads, distances, width, dtype=torch.float32, device=common["g"].device
+    )
     grid = (-(-distances // arguments["BLOCK"]), heads, groups)
     _kernels().vector_gradient[grid](dvectors=parts, B=streams, **common, **arguments)
     return parts.sum((0, 1))
 
 
 def _grid(arguments: dict, rows: int) -> tuple[int, int]:
-    """One program per stream, block of rows and head. Programs of a head are consecutive; the longest head is first."""
+    """One program per stream, block of rows and head. Programs of a head are consecutive; the
+    longest head is first."""
     streams, heads = arguments["q"].shape[:2]
     return streams * -(-rows // arguments["BLOCK"]), heads
 

@@ -1,14 +1,15 @@
 """Attention over a window of the past: what it computes, as pure functions, and the plain backend.
 
-Query t of a segment of T bytes attends to keys of the past and of the segment, L in all. Column x is a query's x-th
-visible key, counted from the nearest, x = 0: key j = L - T + t - shift - x, with shift 1 if a query does not see
-itself. Tables of terms that depend on the distance have an entry for each column; ``skew_table`` moves them to keys.
+Query t of a segment of T bytes attends to keys of the past and of the segment, L in all. Column x
+is a query's x-th visible key, counted from the nearest, x = 0: key j = L - T + t - shift - x, with
+shift 1 if a query does not see itself. Tables of terms that depend on the distance have an entry
+for each column; ``skew_table`` moves them to keys.
 
     a_tx = m_x exp(s_tx) / Z_t,   a_tn = exp(p_tn) / Z_t,   y_t = sum_x a_tx v_x + sum_n a_tn u_n
 
-with a soft mask m in [0, 1] (1905.07799, 2.2), and scores p and values u of persistent vectors in the same softmax
-(1907.01470, 3.1). Z_t is the sum of the numerators, without an epsilon: the output of a query that sees no key is 0. At
-kinks of m the gradient is that of torch.clamp.
+with a soft mask m in [0, 1] (1905.07799, 2.2), and scores p and values u of persistent vectors in
+the same softmax (1907.01470, 3.1). Z_t is the sum of the numerators, without an epsilon: the output
+of a query that sees no key is 0. At kinks of m the gradient is that of torch.clamp.
 
 The other backends compute the same in less memory."""
 
@@ -24,20 +25,23 @@ from variants.kernels import dropout as dropout_counters
 
 
 def replaced(fields: NamedTuple, **values: object) -> NamedTuple:
-    """Return ``fields`` with other ``values``. In a compiled graph (torch 2.11), ``_replace`` returns an empty tuple."""
+    """Return ``fields`` with other ``values``. In a compiled graph (torch 2.11), ``_replace``
+    returns an empty tuple."""
     return type(fields)(**dict(zip(fields._fields, fields, strict=True)) | values)
 
 
 class Window(NamedTuple):
     """The keys that a query may see."""
 
-    max_keys: tuple[int, ...]  # the largest number of keys that each head may see; other past keys are never read
+    # the largest number of keys that each head may see; other past keys are never read
+    max_keys: tuple[int, ...]
     shift: int = 0  # 0 if a query sees itself, else 1
-    z: Tensor | None = None  # spans in keys, [H] or [B, H, T]; None for a hard window, then all ``max_keys`` are equal
+    # spans in keys, [H] or [B, H, T]; None for a hard window, then all ``max_keys`` are equal
+    z: Tensor | None = None
     ramp: int = 0  # R, keys over which the soft mask falls from 1 to 0
     max_keys_tensor: Tensor | None = None
-    """In a compiled graph the present ``max_keys``, int64 ``[H]`` on the CPU. The field ``max_keys`` is then a constant
-    upper bound, so that new spans do not recompile the graph."""
+    """In a compiled graph the present ``max_keys``, int64 ``[H]`` on the CPU. The field
+    ``max_keys`` is then a constant upper bound, so that new spans do not recompile the graph."""
 
     def past(self) -> int:
         """The number of keys before the segment that its first query may see."""
@@ -75,18 +79,18 @@ class Inputs(NamedTuple):
 
     Attributes:
         q: scaled queries ``[B, H, T, K]``.
-        k, v: keys and values ``[B, H, L, K]``, of which the last T are the segment's; or packed ``[B, sum of lengths,
-            K]``, head after head, with ``lengths`` keys in each head.
+        k, v: keys and values ``[B, H, L, K]``, of which the last T are the segment's; or packed
+            ``[B, sum of lengths, K]``, head after head, with ``lengths`` keys in each head.
         z: spans in keys, or None for a hard window.
         extra_q, extra_k, extra_v: the fields of ``Persistent``, or None.
         vectors: ``[n, K]``, or None; ``q @ vectors.T`` is added to the scores of columns.
         bias: ``[H, n]`` or ``[B, H, T, n]``, or None; it is added to the scores of columns.
         sink: ``[H]``, the score of an additional entry of the softmax with value 0, or None.
-        key_bias: ``[B, H, L]``, or packed ``[B, sum of lengths]``, or None; it is added to all scores of a key, and
-            -inf hides the key.
-        query_bias: ``[B, H, T]`` and finite, or None without ``key_bias``; it is subtracted from a query's scores.
-        seed: seed of the dropout, an int64 scalar from ``dropout.draw_seed``, or None.
-        dropout: dropout rate of attention weights.
+        key_bias: ``[B, H, L]``, or packed ``[B, sum of lengths]``, or None; it is added to all
+            scores of a key, and -inf hides the key.
+        query_bias: ``[B, H, T]`` and finite, or None without ``key_bias``; it is subtracted from a
+        query's scores. seed: seed of the dropout, an int64 scalar from ``dropout.draw_seed``, or
+        None. dropout: dropout rate of attention weights.
         lengths: L of each head, int64 ``[H]`` on the CPU, or None if it is equal for all heads."""
 
     q: Tensor
@@ -107,17 +111,29 @@ class Inputs(NamedTuple):
 
     @classmethod
     def from_call(
-        cls, q: Tensor, k: Tensor, v: Tensor, window: Window, *, persistent: Persistent | None = None, **options
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: Window,
+        *,
+        persistent: Persistent | None = None,
+        **options,
     ) -> "Inputs":
         """Inputs from the arguments of ``attend``."""
         return cls(q, k, v, window.z, *(persistent or (None, None, None)), **options)
 
     def key_counts(self) -> tuple[int, ...]:
         """L of each head."""
-        return (self.k.shape[2],) * self.q.shape[1] if self.lengths is None else tuple(self.lengths.tolist())
+        return (
+            (self.k.shape[2],) * self.q.shape[1]
+            if self.lengths is None
+            else tuple(self.lengths.tolist())
+        )
 
     def of_heads(self, x: Tensor, heads: slice) -> Tensor:
-        """A view ``[B, n, L, ..]`` of keys, values or key biases ``x``, of neighbouring heads with equal L."""
+        """A view ``[B, n, L, ..]`` of keys, values or key biases ``x``, of neighbouring heads
+        with equal L."""
         if self.lengths is None:
             return x[:, heads]
         counts = self.key_counts()
@@ -126,40 +142,48 @@ class Inputs(NamedTuple):
 
 
 def soft_mask(z: Tensor, ramp: int, max_keys: int) -> Tensor:
-    """m_z(x) = clamp((R + z - x) / R, 0, 1) at x = 0 .. max_keys - 1: ``[..., max_keys]`` for ``z [...]``."""
+    """m_z(x) = clamp((R + z - x) / R, 0, 1) at x = 0 .. max_keys - 1: ``[..., max_keys]`` for
+    ``z [...]``."""
     x = torch.arange(max_keys, device=z.device, dtype=z.dtype)
     return torch.clamp((ramp + z[..., None] - x) / ramp, 0, 1)
 
 
 def ramp_slope(z: Tensor, ramp: int, max_keys: int) -> Tensor:
-    """dm/dz, ``[..., max_keys]``: 1 / R on the closed ramp, also at its end z + R, where m is 0. z + R is rounded as in
-    ``soft_mask``, so that both functions put a key on the same side of a kink."""
+    """dm/dz, ``[..., max_keys]``: 1 / R on the closed ramp, also at its end z + R, where m is 0. z
+    + R is rounded as in ``soft_mask``, so that both functions put a key on the same side of a
+    kink."""
     x, ramp_end = torch.arange(max_keys, device=z.device), (z + ramp)[..., None]
     return ((x >= ramp_end.ceil() - ramp) & (x <= ramp_end)).to(z.dtype) / ramp
 
 
 def skew_table(table: Tensor, rows: int, keys: int, *, shift: int = 0) -> Tensor:
-    """Move a table with entries per column x, ``[H, n]`` or ``[B, H, rows, n]``, to keys j: ``[.., H, rows, keys]``.
+    """Move a table with entries per column x, ``[H, n]`` or ``[B, H, rows, n]``, to keys j: ``[..,
+    H, rows, keys]``.
 
-    Row t, column x goes to key keys - rows + t - shift - x. Keys without a column get zeros; columns that fall before
-    the first key are dropped."""
+    Row t, column x goes to key keys - rows + t - shift - x. Keys without a column get zeros;
+    columns that fall before the first key are dropped."""
     band = table if table.dim() == 4 else table[:, None].expand(-1, rows, -1)
     width = band.shape[-1] + rows - 1 + shift
-    # Padded rows have width + 1 entries, so reading them as rows of ``width`` entries moves row t by t entries.
+    # Padded rows have width + 1 entries, so reading them as rows of ``width`` entries moves row t
+    # by t entries.
     padded = F.pad(band.flip(-1), (0, rows + shift))
     view = padded.flatten(-2)[..., : rows * width].unflatten(-1, (rows, width))
     return view[..., width - keys :] if width >= keys else F.pad(view, (keys - width, 0))
 
 
-def visible_mask(rows: int, keys: int, max_keys: int, *, shift: int, device: torch.device) -> Tensor:
-    """Boolean ``[rows, keys]``: whether key j is one of the ``max_keys`` nearest that query t may see."""
+def visible_mask(
+    rows: int, keys: int, max_keys: int, *, shift: int, device: torch.device
+) -> Tensor:
+    """Boolean ``[rows, keys]``: whether key j is one of the ``max_keys`` nearest that query t
+    may see."""
     t = torch.arange(keys - rows, keys, device=device)[:, None]
     x = t - torch.arange(keys, device=device) - shift
     return (x >= 0) & (x < max_keys)
 
 
 def count_pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int, int]:
-    """Count one head's visible pairs of a query and a key: those with a key of the segment, and with a past key."""
+    """Count one head's visible pairs of a query and a key: those with a key of the segment, and
+    with a past key."""
     counts = []
     for last in (
         rows,
@@ -172,20 +196,22 @@ def count_pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor:
-    """The plain backend: all scores in memory, every gradient by autograd. Other backends have the same arguments.
+    """The plain backend: all scores in memory, every gradient by autograd. Other backends have the
+    same arguments.
 
     Args:
         q, k, v: see ``Inputs``; ``k`` and ``v`` are not packed.
         window: which keys a query may see; n is the largest of ``window.max_keys``.
-        options: ``persistent``, and other fields of ``Inputs`` except ``lengths``, with at most one of ``bias`` and
-            ``vectors``. Without a ``seed``, torch's generator draws the dropout.
+        options: ``persistent``, and other fields of ``Inputs`` except ``lengths``, with at most one
+            of ``bias`` and ``vectors``. Without a ``seed``, torch's generator draws the dropout.
 
     Returns: ``[B, H, T, K]``."""
     return attend_inputs(Inputs.from_call(q, k, v, window, **options), window)
 
 
 def attend_inputs(inputs: Inputs, window: Window) -> Tensor:
-    """Compute ``attend``. ``inputs.seed`` may also be the row numbers ``[B, H, T]`` that belong to a seed."""
+    """Compute ``attend``. ``inputs.seed`` may also be the row numbers ``[B, H, T]`` that belong
+    to a seed."""
     (q, k, v, z, extra_q, extra_k, extra_v), sink, dropout = inputs[:7], inputs.sink, inputs.dropout
     rows, max_keys = q.shape[2], max(window.max_keys)
     n_keys = min(k.shape[2], rows + window.past())
@@ -221,7 +247,9 @@ def attend_inputs(inputs: Inputs, window: Window) -> Tensor:
     scores = scores - max_score
     if mask is None:
         weights = torch.exp(scores)
-    else:  # the score of a key with m = 0 may be above max_score; the bound keeps its gradient for the span finite
+    # the score of a key with m = 0 may be above max_score; the bound keeps its gradient for the
+    # span finite
+    else:
         bound = max_exponent(scores.dtype)
         weights = torch.exp(scores.masked_fill_(scores.detach() > bound, bound)) * mask
     total = weights.sum(dim=-1, keepdim=True)
@@ -229,7 +257,9 @@ def attend_inputs(inputs: Inputs, window: Window) -> Tensor:
     weights = weights / total.masked_fill(total == 0, 1)
     if dropout and inputs.seed is not None:
         n_persistent = weights.shape[-1] - n_keys
-        keep = _keep_mask(inputs.seed, q, n_keys, shift=window.shift, n_persistent=n_persistent, rate=dropout)
+        keep = _keep_mask(
+            inputs.seed, q, n_keys, shift=window.shift, n_persistent=n_persistent, rate=dropout
+        )
         weights = weights * (keep / (1 - dropout))
     else:
         weights = F.dropout(weights, dropout)
@@ -238,7 +268,9 @@ def attend_inputs(inputs: Inputs, window: Window) -> Tensor:
     return y if extra_q is None else y + weights[..., n_keys:] @ extra_v
 
 
-def _keep_mask(seed: Tensor, q: Tensor, n_keys: int, *, shift: int, n_persistent: int, rate: float) -> Tensor:
+def _keep_mask(
+    seed: Tensor, q: Tensor, n_keys: int, *, shift: int, n_persistent: int, rate: float
+) -> Tensor:
     """Boolean ``[B, H, T, n_keys + n_persistent]``, false for a dropped weight."""
     row = seed if seed.dim() else dropout_counters.row_numbers(seed, *q.shape[:3])
     t = torch.arange(q.shape[2], device=q.device)[:, None]
@@ -247,10 +279,13 @@ def _keep_mask(seed: Tensor, q: Tensor, n_keys: int, *, shift: int, n_persistent
     return dropout_counters.keep_mask(row, torch.cat([x, extra.expand(len(x), -1)], dim=1), rate)
 
 
-def merge_parts(y: Tensor, lse: Tensor, extra_y: Tensor | None, extra_lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_parts(
+    y: Tensor, lse: Tensor, extra_y: Tensor | None, extra_lse: Tensor
+) -> tuple[Tensor, Tensor]:
     """Merge two parts of one softmax.
 
-    Given the merged output and log-sum-exp, the backward pass of a part computes the gradients of the whole softmax.
+    Given the merged output and log-sum-exp, the backward pass of a part computes the gradients of
+    the whole softmax.
 
     Args:
         y, extra_y: outputs ``[B, H, T, K]``; None for zeros.
@@ -279,5 +314,6 @@ def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def max_exponent(dtype: torch.dtype) -> float:
-    """The bound of exponents: its exp is at most the largest number of ``dtype`` divided by e^18, about 7e7."""
+    """The bound of exponents: its exp is at most the largest number of ``dtype`` divided by
+    e^18, about 7e7."""
     return math.floor(math.log(torch.finfo(dtype).max)) - 18.0

@@ -1,7 +1,9 @@
-"""The kernel backend of ``window.attend`` on a CPU: ``window_cpu.cpp``, compiled at its first use (``native.py``).
+"""The kernel backend of ``window.attend`` on a CPU: ``window_cpu.cpp``, compiled at its first use
+(``native.py``).
 
-torch sees two operations, ``windtunnel::window_forward`` and ``windtunnel::window_backward``. Each counts the FLOPs of
-the products that it executes, and returns them for torch's counter. ``_Call`` mirrors the source's struct ``Call``."""
+torch sees two operations, ``windtunnel::window_forward`` and ``windtunnel::window_backward``. Each
+counts the FLOPs of the products that it executes, and returns them for torch's counter.
+``_Call`` mirrors the source's struct ``Call``."""
 
 import ctypes
 from collections.abc import Sequence
@@ -16,16 +18,25 @@ from torch.utils.flop_counter import register_flop_formula
 
 from variants.kernels import native
 from variants.kernels.chunk_keys import ChunkKeys, chunk_key_gradients, merge_chunk_keys
-from variants.kernels.window import Inputs, PastKV, Window, merge_sink, ramp_slope, sink_gradient, soft_mask
+from variants.kernels.window import (
+    Inputs,
+    PastKV,
+    Window,
+    merge_sink,
+    ramp_slope,
+    sink_gradient,
+    soft_mask,
+)
 
 SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
 DIFFERENTIABLE = (*Inputs._fields[:8], "key_bias", "query_bias")  # from q to vectors, and biases
-"""Fields of ``Inputs`` that the kernel differentiates. Part i of the past is named ``k_old{i}`` and ``v_old{i}``."""
+"""Fields of ``Inputs`` that the kernel differentiates. Part i of the past is named ``k_old{i}``
+and ``v_old{i}``."""
 CHUNK_NAMES = ("chunk_k", "chunk_v", "chunk_bias")
 STRIDED = ("q", "k", "v", "extra_q", "g", "y", "dq", "dk", "dv", "dextra_q")
 DENSE = (
-    "extra_k extra_v lse columns flat order table mask slope vectors vector_panels flops dextra_k dextra_v dvectors "
-    "dz key_bias query_bias dkey_bias dquery_bias"
+    "extra_k extra_v lse columns flat order table mask slope vectors vector_panels flops dextra_k "
+    "dextra_v dvectors dz key_bias query_bias dkey_bias dquery_bias"
 )
 SIZES = "streams heads rows width persistent distances shift threads biases"  # also fields of Call
 
@@ -51,7 +62,8 @@ def attend(
     chunk_keys: ChunkKeys | None = None,
     **options,
 ) -> Tensor:
-    """Compute ``window.attend`` without dropout; ``z`` is ``[H]``, and the bias is a constant ``[H, n]``.
+    """Compute ``window.attend`` without dropout; ``z`` is ``[H]``, and the bias is a constant ``[H,
+    n]``.
 
     Args:
         k, v: keys and values of the segment ``[B, H, T, K]``; ``key_bias`` is also the segment's.
@@ -60,7 +72,10 @@ def attend(
             needed.
         chunk_keys: keys and values for each chunk of queries, in the same softmax."""
     inputs, n_distances = Inputs.from_call(q, k, v, window, **options), max(window.max_keys)
-    for name, x in (("vectors", inputs.vectors), ("bias", None if inputs.bias is None else inputs.bias.mT)):
+    for name, x in (
+        ("vectors", inputs.vectors),
+        ("bias", None if inputs.bias is None else inputs.bias.mT),
+    ):
         if x is not None and len(x) < n_distances:
             raise ValueError(f"{name} has {len(x)} distances: window.max_keys needs {n_distances}")
     if inputs.vectors is not None:
@@ -82,17 +97,23 @@ def attend(
 def _past_biases(past: Sequence[PastKV]) -> Tensor:
     """Key biases of the past, ``[B, H, P]``. Shorter parts are padded in front."""
     longest = max(part.key_bias.shape[2] for part in past)
-    return torch.cat([F.pad(part.key_bias, (longest - part.key_bias.shape[2], 0)) for part in past], dim=1)
+    return torch.cat(
+        [F.pad(part.key_bias, (longest - part.key_bias.shape[2], 0)) for part in past], dim=1
+    )
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, names: list[str], part_of_head: list[int], window: Window, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx, names: list[str], part_of_head: list[int], window: Window, *tensors: Tensor
+    ) -> Tensor:
         named = dict(zip(names, tensors, strict=True))
         ctx.names, ctx.sizes = names, (part_of_head, window.max_keys, window.shift, window.ramp)
         y, lse, _ = _forward(*_kernel_inputs(named), *ctx.sizes)
         if CHUNK_NAMES[0] in named:
-            y, lse = merge_chunk_keys(y, lse, named["q"], ChunkKeys(*(named[name] for name in CHUNK_NAMES)))
+            y, lse = merge_chunk_keys(
+                y, lse, named["q"], ChunkKeys(*(named[name] for name in CHUNK_NAMES))
+            )
         if "sink" in named:
             y, lse = merge_sink(y, lse, named["sink"])
         ctx.save_for_backward(*tensors, y, lse)
@@ -103,21 +124,28 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, g: Tensor):
         *tensors, y, lse = ctx.saved_tensors
         named = dict(zip(ctx.names, tensors, strict=True))
-        needed = {name for name, needs in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needs}
+        needed = {
+            name for name, needs in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needs
+        }
         names, tensors = _kernel_inputs(named)
         past = {name for name in named if "_old" in name}
         computed = set(needed)
-        for group in ({"k", "v", *past}, {"extra_k", "extra_v"}):  # the kernel computes a group's gradients in one pass
+        # the kernel computes a group's gradients in one pass
+        for group in ({"k", "v", *past}, {"extra_k", "extra_v"}):
             if needed & group:
                 computed |= group
         if not needed & past:
             computed -= past
         gradient_names = [name for name in names.split() if name in computed]
-        *computed_gradients, _ = _backward(g, y, lse, names, tensors, *ctx.sizes, " ".join(gradient_names))
+        *computed_gradients, _ = _backward(
+            g, y, lse, names, tensors, *ctx.sizes, " ".join(gradient_names)
+        )
         gradients = dict(zip(gradient_names, computed_gradients, strict=True))
         if CHUNK_NAMES[0] in named and needed & {"q", *CHUNK_NAMES}:
             chunk_keys = ChunkKeys(*(named[name] for name in CHUNK_NAMES))
-            dq, of_chunks = chunk_key_gradients(g, y, lse, named["q"], chunk_keys, bias=CHUNK_NAMES[2] in needed)
+            dq, of_chunks = chunk_key_gradients(
+                g, y, lse, named["q"], chunk_keys, bias=CHUNK_NAMES[2] in needed
+            )
             gradients |= dict(zip(CHUNK_NAMES, of_chunks, strict=True))
             if "q" in gradients:
                 gradients["q"] = gradients["q"] + dq
@@ -134,12 +162,25 @@ def _kernel_inputs(named: dict[str, Tensor]) -> tuple[str, list[Tensor]]:
 
 @torch.library.custom_op("windtunnel::window_forward", mutates_args=(), device_types="cpu")
 def _forward(
-    names: str, tensors: list[Tensor], part_of_head: list[int], max_keys: list[int], shift: int, ramp: int
+    names: str,
+    tensors: list[Tensor],
+    part_of_head: list[int],
+    max_keys: list[int],
+    shift: int,
+    ramp: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[B, H, T, K]``, log-sum-exp ``[B, H, T]`` (inf for a query that sees no key), and executed FLOPs.
+    """Output ``[B, H, T, K]``, log-sum-exp ``[B, H, T]`` (inf for a query that sees no key), and
+    executed FLOPs.
 
     The first tensor is q; ``part_of_head`` has the index of each head's part of the past."""
-    call = _call(dict(zip(names.split(), tensors, strict=True)), part_of_head, max_keys, shift, ramp, backward=False)
+    call = _call(
+        dict(zip(names.split(), tensors, strict=True)),
+        part_of_head,
+        max_keys,
+        shift,
+        ramp,
+        backward=False,
+    )
     y, lse, _ = _empty_outputs(names, tensors)
     call.set_pointers(y=y, lse=lse)
     return y, lse, call.run("forward")
@@ -157,7 +198,9 @@ def _backward(
     # The kernel always writes the gradients of queries.
     gradients = {name: _empty_like(named[name]) for name in ("q", "extra_q") if name in named}
     gradients |= dict(zip(gradient_names.split(), returned, strict=True))
-    call.set_pointers(g=g, y=y, lse=lse, **{f"d{name}": x for name, x in gradients.items() if "_old" not in name})
+    call.set_pointers(
+        g=g, y=y, lse=lse, **{f"d{name}": x for name, x in gradients.items() if "_old" not in name}
+    )
     if "k_old0" in gradients:
         call.set_past(part_of_head, gradients, prefix="d")
     return [*returned, call.run("backward")]
@@ -170,21 +213,31 @@ def _empty_outputs(names, tensors, *_):
 
 
 @_backward.register_fake
-def _empty_gradients(g, y, lse, names, tensors, part_of_head, max_keys, shift, ramp, gradient_names):
+def _empty_gradients(
+    g, y, lse, names, tensors, part_of_head, max_keys, shift, ramp, gradient_names
+):
     named = dict(zip(names.split(), tensors, strict=True))
-    return [*(_empty_like(named[name]) for name in gradient_names.split()), g.new_empty((), dtype=torch.int64)]
+    return [
+        *(_empty_like(named[name]) for name in gradient_names.split()),
+        g.new_empty((), dtype=torch.int64),
+    ]
 
 
-@register_flop_formula([torch.ops.windtunnel.window_forward, torch.ops.windtunnel.window_backward], get_raw=True)
+@register_flop_formula(
+    [torch.ops.windtunnel.window_forward, torch.ops.windtunnel.window_backward], get_raw=True
+)
 def _executed_flops(*_, out_val) -> int:
     return int(out_val[-1])
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """An empty tensor like ``x``. With four dimensions it is ``[B, T, H, K]`` in memory: heads join without a copy."""
+    """An empty tensor like ``x``. With four dimensions it is ``[B, T, H, K]`` in memory: heads
+    join without a copy."""
     if x.dim() < 4:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
-    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(
+        1, 2
+    )
 
 
 class _Strides(ctypes.Structure):
@@ -208,7 +261,8 @@ class _Call(ctypes.Structure):
     ]
 
     def set_pointers(self, **tensors: Tensor) -> None:
-        """Point to tensors; those that the kernel writes must have the layout of ``_empty_like``."""
+        """Point to tensors; those that the kernel writes must have the layout of
+        ``_empty_like``."""
         for name, x in tensors.items():
             has_strides = name in STRIDED
             x = x if has_strides and x.stride(-1) == 1 else x.contiguous()
@@ -217,14 +271,22 @@ class _Call(ctypes.Structure):
             if has_strides:
                 setattr(self, f"{name}_", _Strides(*x.stride()[:3]))
 
-    def set_past(self, part_of_head: list[int], named: dict[str, Tensor], *, prefix: str = "") -> None:
+    def set_past(
+        self, part_of_head: list[int], named: dict[str, Tensor], *, prefix: str = ""
+    ) -> None:
         """Point to keys and values of the past, or to their gradients, head by head."""
         for name in ("k_old", "v_old"):
             parts = [named[f"{name}{i}"] for i in range(max(part_of_head) + 1)]
             parts, heads = [x if x.stride(-1) == 1 else x.contiguous() for x in parts], []
             for h, part in enumerate(part_of_head):
                 x, index = parts[part], part_of_head[:h].count(part)
-                heads.append(_Rows(x.data_ptr() + index * x.stride(1) * x.element_size(), x.stride(0), x.stride(2)))
+                heads.append(
+                    _Rows(
+                        x.data_ptr() + index * x.stride(1) * x.element_size(),
+                        x.stride(0),
+                        x.stride(2),
+                    )
+                )
             rows = (_Rows * len(heads))(*heads)
             self.alive += [*parts, rows]
             setattr(self, prefix + name, rows)
@@ -239,27 +301,41 @@ class _Call(ctypes.Structure):
 
 
 def _call(
-    named: dict[str, Tensor], part_of_head: list[int], max_keys: list[int], shift: int, ramp: int, *, backward: bool
+    named: dict[str, Tensor],
+    part_of_head: list[int],
+    max_keys: list[int],
+    shift: int,
+    ramp: int,
+    *,
+    backward: bool,
 ) -> _Call:
     """The struct with sizes, inputs and tables; pointers to outputs are still missing."""
     q, z, bias, vectors = (named.get(name) for name in ("q", "z", "bias", "vectors"))
-    call = _Call(streams=q.shape[0], heads=q.shape[1], rows=q.shape[2], width=q.shape[3], shift=shift)
+    call = _Call(
+        streams=q.shape[0], heads=q.shape[1], rows=q.shape[2], width=q.shape[3], shift=shift
+    )
     call.dtype, call.alive, call.threads = q.dtype, [], torch.get_num_threads()
     call.persistent = named["extra_k"].shape[1] if "extra_k" in named else 0
     call.biases = named["key_bias"].shape[2] if "key_bias" in named else 0
     call.distances = max(max_keys)
-    past = [named[f"k_old{part}"].shape[2] for part in part_of_head] or [0] * q.shape[1]  # keys of each head's past
+    # keys of each head's past
+    past = [named[f"k_old{part}"].shape[2] for part in part_of_head] or [0] * q.shape[1]
     direct = [name for name in named if name not in ("z", "bias", "vectors") and "_old" not in name]
     call.set_pointers(**{name: named[name] for name in direct}, past=torch.tensor(past))
     if part_of_head:
         call.set_past(part_of_head, named)
     visible_keys = list(max_keys)
-    if z is not None:  # to the end of the closed ramp; rounded as in soft_mask, to agree with it at kinks
+    # to the end of the closed ramp; rounded as in soft_mask, to agree with it at kinks
+    if z is not None:
         ramp_ends = (z.detach() + ramp).floor().tolist()
-        visible_keys = [min(n, int(ramp_end) + 1) for n, ramp_end in zip(max_keys, ramp_ends, strict=True)]
+        visible_keys = [
+            min(n, int(ramp_end) + 1) for n, ramp_end in zip(max_keys, ramp_ends, strict=True)
+        ]
     order = sorted(range(len(visible_keys)), key=visible_keys.__getitem__, reverse=True)
     call.set_pointers(columns=torch.tensor(visible_keys), order=torch.tensor(order))
-    call.set_pointers(**_tables(q.dtype, z, bias, visible_keys, call.distances, ramp, backward=backward))
+    call.set_pointers(
+        **_tables(q.dtype, z, bias, visible_keys, call.distances, ramp, backward=backward)
+    )
     if vectors is not None:
         pad, lanes = _library().window_pad(), _library().window_bytes() // q.dtype.itemsize
         padded = F.pad(vectors.flip(0), (0, -call.width % lanes, pad, pad + -len(vectors) % lanes))
@@ -268,11 +344,11 @@ def _call(
 
 
 def _tables(
-    dtype: torch.dtype, z: Tensor | None, bias: Tensor | None, visible_keys: list[int], n_distances: int, ramp: int,
-    *, backward: bool,
+    dtype: torch.dtype, z: Tensor | None, bias: Tensor | None, visible_keys: list[int],
+    n_distances: int, ramp: int, *, backward: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Tables by head and reversed distance ``[H, n + 2 PAD]``; and ``flat [H]``, how many of the nearest columns have
-    no bias, m = 1 and, for the backward pass, dm/dz = 0."""
+    """Tables by head and reversed distance ``[H, n + 2 PAD]``; and ``flat [H]``, how many of the
+    nearest columns have no bias, m = 1 and, for the backward pass, dm/dz = 0."""
     flat, pad = torch.tensor(visible_keys), _library().window_pad()
     shape = len(visible_keys), n_distances
     terms = torch.zeros(shape, dtype=dtype) if bias is None else bias[:, :n_distances].to(dtype)
@@ -289,5 +365,8 @@ def _tables(
             terms = terms + mask.log()
     hidden = torch.arange(n_distances) >= flat.new_tensor(visible_keys)[:, None]
     tables["table"] = (terms.masked_fill(hidden, -torch.inf), -torch.inf)
-    padded = {name: F.pad(table.flip(-1), (pad, pad), value=padding) for name, (table, padding) in tables.items()}
+    padded = {
+        name: F.pad(table.flip(-1), (pad, pad), value=padding)
+        for name, (table, padding) in tables.items()
+    }
     return padded | {"flat": flat if bias is None else torch.zeros_like(flat)}
