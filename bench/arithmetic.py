@@ -43,8 +43,8 @@ class Encoder:
         return symbol
 
     def finish(self) -> bytes:
-        """The shortest code that, followed by the zeros that the decoder reads beyond its end,
-        lies in the interval."""
+        """Return the shortest code that, followed by the zeros that the decoder reads beyond its
+        end, lies in the interval."""
         for size in range(_WORD // 8 + 1):
             unit = 1 << (_WORD - 8 * size)
             rounded = -(-self._low // unit) * unit
@@ -94,9 +94,9 @@ class Decoder:
 
 
 def frequencies(probabilities: Tensor, *, escape: int) -> Tensor:
-    """Integer frequencies, int64 ``[S, V + 1]``, of ``probabilities``, float64 ``[S, V]``. Each is
-    at least 1, except the last column, ``escape``, which may be 0. A row sums to ``TOTAL``: its
-    largest frequency gets the remainder."""
+    """Return integer frequencies, int64 ``[S, V + 1]``, of ``probabilities``, float64 ``[S, V]``.
+    Each is at least 1, except the last column, ``escape``, which may be 0. A row sums to ``TOTAL``:
+    its largest frequency gets the remainder."""
     available = TOTAL - escape - probabilities.shape[1]
     counts = 1 + (probabilities * available).long()
     remainder = TOTAL - escape - counts.sum(dim=1, keepdim=True)

@@ -124,7 +124,7 @@ def _print_findings(title: str, findings: list) -> set[str]:
 
 
 def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combination, object]]:
-    """Each combination with its plan, or with the error of a refusal. Choices whose keys are
+    """Yield each combination with its plan, or with the error of a refusal. Choices whose keys are
     ``typed`` do not vary."""
     from bench.planning import pop_keys, recompose
     from harness.check.conformance import fast_backend, named_kind, plain_plan
@@ -161,8 +161,8 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
 
 
 def findings_at_run_sizes(combination: Combination) -> list:
-    """Findings at the sizes that ``train.py`` would use with the typed overrides. If the mechanism
-    refuses these overrides, the choices of ``combination`` are added to them."""
+    """Return findings at the sizes that ``train.py`` would use with the typed overrides. If the
+    mechanism refuses these overrides, the choices of ``combination`` are added to them."""
     from harness.check.admission import findings_at_sizes
 
     position, cache, attend_self, _ = combination
@@ -176,7 +176,7 @@ def findings_at_run_sizes(combination: Combination) -> list:
 
 
 def _training_plan(*words: str):
-    """The plan of ``train.py`` with the typed overrides, followed by ``words``."""
+    """Return the plan of ``train.py`` with the typed overrides, followed by ``words``."""
     from bench.planning import recompose
     from harness.loop.prepare import make_plan
 

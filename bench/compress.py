@@ -115,7 +115,7 @@ def code_streams(
 
 
 def stream_lengths(n_bytes: int, streams: int) -> list[int]:
-    """The length of each stream in bytes. Lengths differ by at most one, and none is 0."""
+    """Return the length of each stream in bytes. Lengths differ by at most one, and none is 0."""
     return (
         [end - first for first, end in score_ranges(n_bytes, min(streams, n_bytes))]
         if n_bytes
@@ -124,7 +124,7 @@ def stream_lengths(n_bytes: int, streams: int) -> list[int]:
 
 
 def pack(header: dict, code: bytes) -> bytes:
-    """The bytes of a coded file. ``header`` has the keys ``CONDITIONS`` and ``FILE_KEYS``,
+    """Return the bytes of a coded file. ``header`` has the keys ``CONDITIONS`` and ``FILE_KEYS``,
     except ``checksum``."""
     text = json.dumps(header | {"checksum": zlib.crc32(code)}, separators=(",", ":"))
     # saves some 200 bytes, which matter in a short file
@@ -134,8 +134,8 @@ def pack(header: dict, code: bytes) -> bytes:
 
 
 def unpack(content: bytes, *, key: str) -> tuple[dict, bytes]:
-    """Header and code of a coded file's bytes; ValueError naming ``key`` for another format or a
-    damaged file."""
+    """Return the header and the code of a coded file's bytes; ValueError naming ``key`` for another
+    format or a damaged file."""
     if not content.startswith(MAGIC):
         raise ValueError(
             f"{key}: is not of the format {MAGIC.decode()}; allowed are files that bench.compress "
@@ -157,8 +157,8 @@ def unpack(content: bytes, *, key: str) -> tuple[dict, bytes]:
 
 
 def open_run(cfg: DictConfig) -> tuple[TrainedRun, dict, dict]:
-    """The run in the folder ``cfg.run``, keyword arguments for ``code_streams``, and the values
-    of ``CONDITIONS``."""
+    """Return the run in the folder ``cfg.run``, keyword arguments for ``code_streams``, and the
+    values of ``CONDITIONS``."""
     run = open_trained(cfg.run, key="run", runtime=cfg.runtime, trust=cfg.trust)
     plan, symbols = run.plan, run.symbols()
     if not plan.runtime.deterministic:
@@ -188,7 +188,7 @@ def open_run(cfg: DictConfig) -> tuple[TrainedRun, dict, dict]:
 
 
 def read_input(file: str | None, *, out: str) -> bytes:
-    """The bytes of ``file``, or no bytes for None. ValueError if it cannot be read, or if
+    """Return the bytes of ``file``, or no bytes for None. ValueError if it cannot be read, or if
     ``out`` cannot be written."""
     path = Path(out)
     try:

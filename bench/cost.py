@@ -101,9 +101,9 @@ def main(cfg: DictConfig) -> None:
 def is_measured(
     entry: Entry, rows: list[dict], *, trust: tuple[str, ...], settings: CostSettings
 ) -> bool:
-    """Whether there is a row of the entry's configuration, or of one that runs the same code, and
-    of its source, mode and values of learned spans. Prints a line if so. ``trust`` has the
-    modules of the user."""
+    """Return whether there is a row of the entry's configuration, or of one that runs the same
+    code, and of its source, mode and values of learned spans. Prints a line if so. ``trust`` has
+    the modules of the user."""
     expected = row_digests(entry.task.config, trust=trust) | {"mode": settings.mode}
     config, spans = expected.pop("config_hash"), (None, settings.spans)
     rows = [row for row in rows if config in (row.get("config_hash"), *row.get("repeats", ()))]
@@ -116,7 +116,7 @@ def is_measured(
 def make_entry(
     config: DictConfig, backend: str, length: int, *compiled: bool, settings: CostSettings
 ) -> Entry:
-    """The entry that measures a variant's configuration with a backend at a length in bytes.
+    """Return the entry that measures a variant's configuration with a backend at a length in bytes.
     ``compiled``, if given, is the value of ``runtime.compile``."""
     carry = settings.mode == "stream"
     config = copy.deepcopy(config)
@@ -158,7 +158,8 @@ def measure_group(entries: list[Entry], *, settings: CostSettings) -> list[Cost]
 
 
 def make_row(entry: Entry, *, settings: CostSettings, interleaved: bool) -> Cost:
-    """The row of an entry. Quantities that were not measured because the entry failed are None."""
+    """Return the row of an entry. Quantities that were not measured because the entry failed are
+    None."""
     config = entry.task.config
     batch, length = config["batch"], config["model"]["span"]
     unmeasured = dict.fromkeys(field.name for field in fields(Built))
@@ -182,7 +183,7 @@ def make_row(entry: Entry, *, settings: CostSettings, interleaved: bool) -> Cost
 
 @lru_cache
 def dense_peak_flops(device: str, precision: str) -> float | None:
-    """Peak FLOP/s of dense matrix products on a device in ``float32`` (without TF32) or
+    """Return the peak FLOP/s of dense matrix products on a device in ``float32`` (without TF32) or
     ``bfloat16``, from the table in ``conf/fit.yaml``. ``device`` is the name that torch reports.
     None for a device that is not in the table."""
     devices = OmegaConf.load(Path(CONF) / "fit.yaml").devices
@@ -195,8 +196,8 @@ def dense_peak_flops(device: str, precision: str) -> float | None:
 
 
 def utilisation(row: dict) -> dict | None:
-    """Model FLOPs utilisation of a row's training step: ``flops_per_s``, the needed FLOPs per
-    second of step time; ``peak_flops_per_s``, the device's dense peak; and their ratio
+    """Return the model FLOPs utilisation of a row's training step: ``flops_per_s``, the needed
+    FLOPs per second of step time; ``peak_flops_per_s``, the device's dense peak; and their ratio
     ``share``. None if one of them is not known."""
     peak = (
         dense_peak_flops(row["device"], row["precision"]) if row["device_kind"] == "cuda" else None

@@ -47,8 +47,8 @@ def main(cfg: DictConfig) -> None:
 
 
 def workspace(sections: list[dict], *, entity: str, project: str, name: str):
-    """A W&B ``Workspace``; its method ``save`` sends it to the server. A panel's ``type`` names a
-    class of W&B, and its other keys are keyword arguments of the class. Metrics ``y`` of a
+    """Return a W&B ``Workspace``; its method ``save`` sends it to the server. A panel's ``type``
+    names a class of W&B, and its other keys are keyword arguments of the class. Metrics ``y`` of a
     ``LinePlot`` may have a ``*`` (``pattern_of``)."""
     import wandb_workspaces.reports.v2 as wr
     import wandb_workspaces.workspaces as ws
@@ -81,7 +81,7 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
 
 
 def pattern_of(metric: str) -> str:
-    """The regular expression of a metric. ``*`` matches names with a dot
+    """Return the regular expression of a metric. ``*`` matches names with a dot
     (``layers.0.attention``), but not ``mean``."""
     return "^" + re.escape(metric).replace(r"\*", r".*\..*") + "$"
 

@@ -40,12 +40,12 @@ trained again."""
 
 
 def cell_keys(row: dict) -> dict[str, str]:
-    """The cell of a row as a dictionary of its ``key=value`` words."""
+    """Return the cell of a row as a dictionary of its ``key=value`` words."""
     return dict(word.split("=", 1) for word in row["cell"])
 
 
 def mechanism(words: Iterable[str]) -> str:
-    """The variant and its options among the words of a cell: ``NAME
+    """Return the variant and its options among the words of a cell: ``NAME
     ++variant.attention.key_shift=true``."""
     words = [word for word in words if not word.startswith(LR_FACTORS)]
     (variant,) = (word.removeprefix("variant=") for word in words if word.startswith("variant="))
@@ -53,15 +53,15 @@ def mechanism(words: Iterable[str]) -> str:
 
 
 def _conditions(words: Iterable[str]) -> set[str]:
-    """The words of a cell that say nothing of its ``mechanism`` and learning rate."""
+    """Return the words of a cell that say nothing of its ``mechanism`` and learning rate."""
     return {word for word in words if not word.lstrip("+").startswith("variant")}
 
 
 def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
-    """Bits per byte on valid, above the floor of a corpus that has one, by mechanism and factor of
-    the learning rate: infinite for a failed run, empty without a file. ValueError if two rows have
-    the same mechanism and factor. Rows of other conditions than the first row's, such as another
-    seed, do not count."""
+    """Return bits per byte on valid, above the floor of a corpus that has one, by mechanism and
+    factor of the learning rate: infinite for a failed run, empty without a file. ValueError if two
+    rows have the same mechanism and factor. Rows of other conditions than the first row's, such as
+    another seed, do not count."""
     scores: dict[str, dict[float, float]] = {}
     rows = read_rows(file)
     for row in rows:
@@ -80,8 +80,8 @@ def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
 
 
 def best_factor(scores: dict[float, float]) -> float | None:
-    """The factor with the best score, if there are at least ``MIN_FACTORS`` and it lies between
-    others or its score is below ``LEARNED_BITS``; else None."""
+    """Return the factor with the best score, if there are at least ``MIN_FACTORS`` and it lies
+    between others or its score is below ``LEARNED_BITS``; else None."""
     if len(scores) < MIN_FACTORS:
         return None
     best = min(scores, key=scores.get)
@@ -89,9 +89,9 @@ def best_factor(scores: dict[float, float]) -> float | None:
 
 
 def next_factor(scores: dict[float, float], *, step: float) -> float | None:
-    """The factor that extends a mechanism's grid: ``step`` times the largest if it scored best, the
-    smallest divided by ``step`` if it did. None if there is a ``best_factor``, or if there are
-    fewer than ``MIN_FACTORS``."""
+    """Return the factor that extends a mechanism's grid: ``step`` times the largest if it scored
+    best, the smallest divided by ``step`` if it did. None if there is a ``best_factor``, or if
+    there are fewer than ``MIN_FACTORS``."""
     if len(scores) < MIN_FACTORS or best_factor(scores):
         return None
     best = min(scores, key=scores.get)
@@ -108,12 +108,12 @@ class Cell:
     score_context: bool
 
     def find_row(self) -> dict | None:
-        """The cell's row, or None."""
+        """Return the cell's row, or None."""
         return next((row for row in read_rows(self.file) if tuple(row["cell"]) == self.words), None)
 
 
 def sweep_grid(sweep: str) -> dict[str, object]:
-    """The grid of ``conf/sweep/<sweep>.yaml``, joined with the grids of the sweeps in its
+    """Return the grid of ``conf/sweep/<sweep>.yaml``, joined with the grids of the sweeps in its
     defaults list."""
     config = OmegaConf.to_container(OmegaConf.load(Path(CONF, "sweep", f"{sweep}.yaml")))
     grid: dict[str, object] = {}
@@ -123,20 +123,20 @@ def sweep_grid(sweep: str) -> dict[str, object]:
 
 
 def table_of(grid: dict) -> str:
-    """The name of the file with the rows of a grid."""
+    """Return the name of the file with the rows of a grid."""
     return f"{grid.get('table', grid['sweep'])}.jsonl"
 
 
 def grid_params(grid: dict) -> dict[str, object]:
-    """The keys and values of a stage's grid: those of its sweep, replaced and extended by its
-    own."""
+    """Return the keys and values of a stage's grid: those of its sweep, replaced and extended by
+    its own."""
     budget = {"budget.bytes": grid["budget"]} if "budget" in grid else {}
     return sweep_grid(grid["sweep"]) | grid.get("params", {}) | budget
 
 
 def missing_runs(file: Path, *stages: str) -> list[dict[str, str]]:
-    """The points of stages of ``conf/evidence.yaml``, at any learning rate, of which ``file``
-    has no row."""
+    """Return the points of stages of ``conf/evidence.yaml``, at any learning rate, of which
+    ``file`` has no row."""
     config = OmegaConf.load(Path(CONF, "evidence.yaml"))
     cells = [cell_keys(row).items() for row in read_rows(file)]
     points = []
@@ -153,9 +153,9 @@ def missing_runs(file: Path, *stages: str) -> list[dict[str, str]]:
 def stage_cells(
     grids: list[dict], *, words: list[str], rows: Path, rates_of: dict[str, str]
 ) -> list[Cell]:
-    """All cells of a stage, ordered by seed within each of its ``grids``. ``words`` end the command
-    of every cell. ``rates_of`` names, for variants whose learning rates were not searched, the
-    one whose best rate they have."""
+    """Return all cells of a stage, ordered by seed within each of its ``grids``. ``words`` end the
+    command of every cell. ``rates_of`` names, for variants whose learning rates were not searched,
+    the one whose best rate they have."""
     cells = []
     for grid in grids:
         file, params = rows / table_of(grid), grid_params(grid)
@@ -175,16 +175,16 @@ def stage_cells(
 
 
 def _extensions(file: Path, *, key: str, step: float) -> Iterator[dict[str, str]]:
-    """Changes of a grid that train each mechanism with its next learning rate factor, if it has
-    one."""
+    """Yield changes of a grid that train each mechanism with its next learning rate factor, if it
+    has one."""
     for name, scores in scores_by_factor(file).items():
         if factor := next_factor(scores, step=step):
             yield cell_keys({"cell": f"variant={name}".split(" ")}) | {key: f"{factor:.4g}"}
 
 
 def _at_best_rates(file: Path, params: dict, rates_of: dict[str, str]) -> Iterator[dict[str, str]]:
-    """Changes of a grid that train each seed of each of its mechanisms at the best learning rate
-    factor in ``file``. Mechanisms without one are left out. The seed varies slowest."""
+    """Yield changes of a grid that train each seed of each of its mechanisms at the best learning
+    rate factor in ``file``. Mechanisms without one are left out. The seed varies slowest."""
     scores = scores_by_factor(file)
     options = [f"{key}={params[key]}" for key in params if key not in ("variant", "seed")]
     key = next((key for key in LR_FACTORS if params.get(key)), LR_FACTOR)
@@ -196,14 +196,15 @@ def _at_best_rates(file: Path, params: dict, rates_of: dict[str, str]) -> Iterat
 
 
 def _points(params: dict[str, object]) -> Iterator[list[str]]:
-    """The points of a grid as words, without keys whose value is None; the seed varies slowest."""
+    """Yield the points of a grid as words, without keys whose value is None; the seed varies
+    slowest."""
     keys = sorted((key for key in params if params[key] is not None), key=lambda key: key != "seed")
     for values in product(*(str(params[key]).split(",") for key in keys)):
         yield [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
 
 
 def compact(row: dict) -> dict:
-    """What the tables need of a row of ``record.jsonl`` (the variant or a score) or
+    """Return what the tables need of a row of ``record.jsonl`` (the variant or a score) or
     ``evaluations.jsonl``."""
     names = ("kind", "bytes_seen", "bits_per_byte", "windows_bits_per_byte", "context_curve")
     variant = {"config": {"variant": row["config"]["variant"]}} if "config" in row else {}
@@ -211,9 +212,9 @@ def compact(row: dict) -> dict:
 
 
 def published_record(rows: Iterable[dict]) -> list[dict]:
-    """What the tables need of the rows of ``record.jsonl``, without final scores, which the summary
-    has. Validations that scored answers become one entry of kind ``curve``: lists of training
-    bytes, accuracies and bits an answer."""
+    """Return what the tables need of the rows of ``record.jsonl``, without final scores, which the
+    summary has. Validations that scored answers become one entry of kind ``curve``: lists of
+    training bytes, accuracies and bits an answer."""
     entries = [row for row in rows if row["kind"] != "train" and not row.get("final")]
     scored = [row for row in entries if "answer_accuracy" in row]
     published = [compact(row) for row in entries if row not in scored]

@@ -98,7 +98,8 @@ def main(cfg: DictConfig) -> None:
 
 
 def parse_memory(value: object) -> int:
-    """A size such as ``24GiB``, ``80GB`` or ``25769803776`` in bytes; ValueError naming the key."""
+    """Return a size such as ``24GiB``, ``80GB`` or ``25769803776`` in bytes; ValueError naming
+    the key."""
     try:
         return int(parse_setting(value, Annotated[ByteSize, Ge(1)], key="device_memory"))
     except ValueError as error:
@@ -107,8 +108,8 @@ def parse_memory(value: object) -> int:
 
 
 def most_streams(peak_bytes: Callable[[int], int], *, limit_bytes: int, min_streams: int) -> int:
-    """The largest number of streams from ``min_streams`` to ``MAX_STREAMS`` whose peak is within
-    the limit, or 0."""
+    """Return the largest number of streams from ``min_streams`` to ``MAX_STREAMS`` whose peak is
+    within the limit, or 0."""
     fitting = bisect_right(range(min_streams, MAX_STREAMS + 1), limit_bytes, key=peak_bytes)
     return min_streams + fitting - 1 if fitting else 0
 
@@ -152,12 +153,13 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
 
 
 def kind_of(plan: Plan) -> str:
-    """The kind of device that the prediction is for: ``cpu`` or ``cuda``."""
+    """Return the kind of device that the prediction is for: ``cpu`` or ``cuda``."""
     return "cpu" if plan.runtime.device.partition(":")[0] == "cpu" else "cuda"
 
 
 def eager_plan(plan: Plan) -> Plan:
-    """The plan without compilation and on a CPU, at the precision that its own device would use."""
+    """Return the plan without compilation and on a CPU, at the precision that its own device
+    would use."""
     runtime = plan.runtime
     if kind_of(plan) == "cpu":
         runtime = resolve_auto(runtime)
@@ -167,7 +169,7 @@ def eager_plan(plan: Plan) -> Plan:
 
 
 def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:
-    """Bytes of each of ``CAUSES`` at the peak of a training step: the second one, under
+    """Return the bytes of each of ``CAUSES`` at the peak of a training step: the second one, under
     ``MemTracker``."""
     batch, span = plan.batch, plan.model.span
     runtime = Runtime(device=CPU, precision=plan.runtime.precision, compile=False)
@@ -186,7 +188,8 @@ def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:
     state = full_state(model, past, span=span, runtime=runtime) if batch.carry else None
 
     def step(state: State) -> State:
-        """An update, without the projection of parameters, because fake ones have no values."""
+        """Return an update, without the projection of parameters, because fake ones have no
+        values."""
         accumulate = batch.accumulate
         _, next_state = train_step(
             model, None, runtime, inputs, targets, state, accumulate=accumulate, forward=tracked

@@ -34,14 +34,14 @@ def main() -> None:
 
 
 def blocks(folder: Path) -> dict[str, str]:
-    """The generated text of each page."""
+    """Return the generated text of each page."""
     pages = {README: readme_table(folder), PAGE: results_sections(folder)}
     return pages | {GPU_PAGE: gpu_sections(folder / "gpu.jsonl")}
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:
-    """``page`` with ``block`` as the text between its markers; ValueError naming the page if it
-    has no markers."""
+    """Return ``page`` with ``block`` as the text between its markers; ValueError naming the page if
+    it has no markers."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
@@ -50,7 +50,7 @@ def between_markers(page: str, block: str, *, name: str) -> str:
 
 
 def figure_png(folder: Path) -> bytes:
-    """README's figure as PNG: bits per byte against carried state, and accuracy of recall
+    """Return README's figure as PNG: bits per byte against carried state, and accuracy of recall
     against bytes of training."""
     with drawing.styled():
         figure, axes = drawing.panels(1, 2, title="", width=11.2, height=5.2)
@@ -60,8 +60,8 @@ def figure_png(folder: Path) -> bytes:
 
 
 def bytes_png(folder: Path) -> bytes:
-    """The figure of ``docs/results.md`` as PNG: bits per byte against training FLOPs, seconds
-    and state."""
+    """Return the figure of ``docs/results.md`` as PNG: bits per byte against training FLOPs,
+    seconds and state."""
     with drawing.styled():
         figure, axes = drawing.panels(1, 3, title="", width=11.2, height=4.2)
         draw_costs(axes, PublishedRuns(folder / "text_bytes.jsonl").finished)

@@ -143,15 +143,15 @@ def draw_reach(
 
 
 def layer_names(names: Iterable[str]) -> list[str]:
-    """``layers.3.attention`` shortened to ``3``, or to ``3.attention`` if two of the names are
-    of one layer."""
+    """Return ``layers.3.attention`` shortened to ``3``, or to ``3.attention`` if two of the names
+    are of one layer."""
     names = [name.removeprefix("layers.") for name in names]
     numbers = [name.partition(".")[0] for name in names]
     return numbers if len(set(numbers)) == len(names) else names
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:
-    """Bytes back ``[H]`` that cover a ``share`` of the weights ``[H, T, T]``, over the later
+    """Return bytes back ``[H]`` that cover a ``share`` of the weights ``[H, T, T]``, over the later
     half of the queries."""
     length = maps.shape[-1]
     distance = np.clip(np.arange(length // 2, length)[:, None] - np.arange(length), 0, None).ravel()

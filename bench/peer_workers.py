@@ -54,7 +54,8 @@ class ReferenceModel(nn.Module):
             nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits ``[B, T, V]`` of ``tokens``, int64 ``[B, T]`` with T at most ``max_length``."""
+        """Return logits ``[B, T, V]`` of ``tokens``, int64 ``[B, T]`` with T at most
+        ``max_length``."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         for i, feed_forward in enumerate(self.feed_forward):
             stacked = self.query_key_value[i](self.norms[2 * i](x))
@@ -66,8 +67,9 @@ class ReferenceModel(nn.Module):
 
 
 def build_peer(name: str, plan: Plan) -> nn.Module:
-    """The model of a peer in a plan's sizes, which maps bytes ``[B, T]`` to logits ``[B, T, V]``.
-    RuntimeError with the package's message if the package is not installed or raises an error."""
+    """Return the model of a peer in a plan's sizes, which maps bytes ``[B, T]`` to logits ``[B, T,
+    V]``. RuntimeError with the package's message if the package is not installed or raises an
+    error."""
     m, vocabulary, max_length = plan.model, plan.data["vocabulary"], plan.batch.segment
     if name == REFERENCE:
         return ReferenceModel(
@@ -98,7 +100,7 @@ def build_peer(name: str, plan: Plan) -> nn.Module:
 
 
 def version(package: str) -> str | None:
-    """The version of the installed package, or None."""
+    """Return the version of the installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -112,7 +114,7 @@ class PeerWorker(CostWorker):
     memory = ("train_memory",)
 
     def identity(self) -> dict:
-        """The row's provenance, with the package and its version. ``variant`` is the peer's
+        """Return the row's provenance, with the package and its version. ``variant`` is the peer's
         name."""
         row, peer = super().identity(), self.task.peer
         package = PACKAGES.get(peer, "attention-windtunnel")
@@ -136,8 +138,8 @@ class PeerWorker(CostWorker):
         return facts
 
     def facts(self) -> dict:
-        """The row's backend and numbers of parameters: all (``total``), and, of ours, those of a
-        byte (``touched``)."""
+        """Return the row's backend and numbers of parameters: all (``total``), and, of ours, those
+        of a byte (``touched``)."""
         parameters = {"total": sum(p.numel() for p in self.model.parameters())}
         if self.task.peer:
             return {
@@ -148,7 +150,7 @@ class PeerWorker(CostWorker):
         return {"parameters": parameters | touched, "backend": backend_of(self.model, self.runtime)}
 
     def train_memory(self) -> dict:
-        """Peak memory of a training step, in bytes."""
+        """Return the peak memory of a training step, in bytes."""
         if self.task.peer:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, fused=True)
             return self.step_peak()
@@ -159,8 +161,8 @@ class PeerWorker(CostWorker):
         }
 
     def times(self, quantity: str, *, seconds: float) -> list[float]:
-        """Milliseconds of training steps, made for ``seconds`` but two or more, after an untimed
-        one."""
+        """Return milliseconds of training steps, made for ``seconds`` but two or more, after an
+        untimed one."""
         return time_calls(
             self._train,
             synchronise=self.runtime.synchronise,
@@ -170,7 +172,7 @@ class PeerWorker(CostWorker):
         )
 
     def flops(self) -> dict:
-        """An empty dictionary, because rows of peers have no FLOPs."""
+        """Return an empty dictionary, because rows of peers have no FLOPs."""
         return {}
 
     def _model(self) -> nn.Module:
@@ -181,7 +183,7 @@ class PeerWorker(CostWorker):
         return model.train()
 
     def _train(self) -> None:
-        """One whole training step."""
+        """Return one whole training step."""
         if not self.task.peer:
             return super()._train()
         inputs, targets = self._batch()

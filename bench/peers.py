@@ -61,7 +61,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def make_entries(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
-    """An ``Entry`` for each peer and each variant, the reference model first; ValueError for
+    """Return an ``Entry`` for each peer and each variant, the reference model first; ValueError for
     wrong sizes."""
     from bench.cost_worker import Task
     from bench.peer_workers import PACKAGES
@@ -87,7 +87,8 @@ MEASURED = ("memory", "time", "bytes_per_second", "relative_to_reference", "rela
 
 
 def make_row(entry: Entry, reference: Entry) -> Peers:
-    """The row of an entry. Quantities that were not measured because the entry failed are None."""
+    """Return the row of an entry. Quantities that were not measured because the entry failed are
+    None."""
     from bench.peer_workers import REFERENCE
 
     batch = entry.facts["config"]["batch"]

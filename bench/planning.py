@@ -60,12 +60,12 @@ def recompose(
 
 
 def typed_command(command: str) -> str:
-    """The command line as typed, for provenance."""
+    """Return the command line as typed, for provenance."""
     return shlex.join(["python", "-m", f"bench.{command}", *sys.argv[1:]])
 
 
 def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, command: str) -> dict:
-    """The keys and values of a row that describe plan, code, data and machine."""
+    """Return the keys and values of a row that describe plan, code, data and machine."""
     digests = row_digests(plan.config, trust=plan.trust)
     # JSON turns integer keys, such as layer indices, into text
     config = json.loads(json.dumps(plan.config))
@@ -76,6 +76,6 @@ def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, comma
 
 
 def row_digests(config: dict, *, trust: tuple[str, ...]) -> dict[str, str]:
-    """The digests by which a row names its configuration and the source that measured it."""
+    """Return the digests by which a row names its configuration and the source that measured it."""
     code = source.digest(config, trust=trust, measuring=True)
     return {"config_hash": folder.config_hash(config, pinned=PINNED), "source": code}

@@ -100,7 +100,7 @@ RECALL_COLUMNS = (
 
 
 def readme_table(folder: Path) -> str:
-    """README's table: a row for each mechanism in ``readme`` of ``variants.yaml``; and the
+    """Return README's table: a row for each mechanism in ``readme`` of ``variants.yaml``; and the
     missing runs."""
     means = published_means(PublishedRuns(text_file(folder)).finished)
     table = scores_table(means, "readme", names=VARIANTS["readme"])
@@ -108,7 +108,7 @@ def readme_table(folder: Path) -> str:
 
 
 def results_sections(folder: Path) -> str:
-    """The sections of ``docs/results.md`` that have rows or missing runs."""
+    """Return the sections of ``docs/results.md`` that have rows or missing runs."""
     captions, sections = read_yaml("captions.yaml"), []
     for title, name, tables, *stages in SECTIONS:
         path = folder / f"{name}.jsonl"
@@ -121,8 +121,8 @@ def results_sections(folder: Path) -> str:
 
 
 def gpu_sections(path: Path) -> str:
-    """The tables of a file of rows of GPUs: runs of equal seconds, runs of equal bytes, costs
-    and profiles."""
+    """Return the tables of a file of rows of GPUs: runs of equal seconds, runs of equal bytes,
+    costs and profiles."""
     costs = read_costs(path, "variant", "length", "compile", "streams", "segment", kind="cost")
     profiles = [row for row in read_rows(path) if row.get("kind") == "profile"]
     tables = [gpu_table(path, unit=unit) for unit in ("seconds", "bytes")]
@@ -136,7 +136,7 @@ def gpu_sections(path: Path) -> str:
 
 
 def missing_note(path: Path, *stages: str) -> str:
-    """A paragraph with the number of missing runs of each mechanism in stages of
+    """Return a paragraph with the number of missing runs of each mechanism in stages of
     ``bench.evidence``, if there are any."""
     counts = Counter(run["variant"] for run in missing_runs(path, *stages))
     names = ", ".join(f"`{name}` ({count})" for name, count in counts.items())
@@ -147,13 +147,13 @@ def missing_note(path: Path, *stages: str) -> str:
 def mechanism_table(
     cells: Mapping[str, Mapping[str, object]], headings: Sequence[str], **attributes: str
 ) -> Table:
-    """``text_table`` with a row per mechanism; a cell that a mechanism lacks is empty."""
+    """Return ``text_table`` with a row per mechanism; a cell that a mechanism lacks is empty."""
     rows = [[name, *(row.get(heading, "") for heading in headings)] for name, row in cells.items()]
     return text_table(["mechanism", *headings], rows, **attributes)
 
 
 def text_table(headings: Sequence[str], rows: Sequence[Sequence], **attributes: str) -> Table:
-    """A table of texts; ``attributes`` are of ``Table``."""
+    """Return a table of texts; ``attributes`` are of ``Table``."""
     columns = [Column(heading) for heading in headings]
     return Table(columns=columns, rows=[[*map(text, row)] for row in rows], **attributes)
 
@@ -165,8 +165,8 @@ def scores_table(
     names: Sequence[str] | None = None,
     notes: Sequence[str] = (),
 ) -> Table:
-    """The table of ``published_means`` with the columns of a section of ``columns.yaml``, of all
-    mechanisms or of ``names``. ``growth`` is the difference in parameters from the baseline, in
+    """Return the table of ``published_means`` with the columns of a section of ``columns.yaml``, of
+    all mechanisms or of ``names``. ``growth`` is the difference in parameters from the baseline, in
     percent."""
     sizes = {row["variant"]: row["parameters.total"] for row in means}
     for row in means:
@@ -177,9 +177,9 @@ def scores_table(
 
 
 def bits_tables(path: Path, *, best: bool = False) -> Iterator[Table]:
-    """Scores and costs of mechanisms, with ``best`` at the learning rate of each seed that scored
-    best on valid; below them scores of compressors, the pooled variance, runs without a score,
-    and machines."""
+    """Yield scores and costs of mechanisms, with ``best`` at the learning rate of each seed that
+    scored best on valid; below them scores of compressors, the pooled variance, runs without a
+    score, and machines."""
     runs = PublishedRuns(path)
     shown = best_rates(runs.finished) if best else runs.finished
     means = published_means(shown)
@@ -210,7 +210,7 @@ def bits_tables(path: Path, *, best: bool = False) -> Iterator[Table]:
 
 
 def bytes_tables(path: Path) -> Iterator[Table]:
-    """A table of bits per byte on test by bytes of training, means over seeds."""
+    """Yield a table of bits per byte on test by bytes of training, means over seeds."""
     cells: dict[str, dict[str, str]] = {}
     headings = []
     runs = PublishedRuns(path).finished
@@ -226,7 +226,7 @@ def bytes_tables(path: Path) -> Iterator[Table]:
 
 
 def context_tables(path: Path) -> Iterator[Table]:
-    """A table of bits per byte on test by bytes of context, means over seeds."""
+    """Yield a table of bits per byte on test by bytes of context, means over seeds."""
     cells = {}
     headings: list[str] = []
     for row in published_means(PublishedRuns(path).finished):
@@ -247,9 +247,9 @@ def context_tables(path: Path) -> Iterator[Table]:
 
 
 def claims_table(runs: pd.DataFrame) -> Table:
-    """A table of the claims of ``bench/claims.yaml``. The mean of each difference over common seeds
-    has a 95% interval, of bits by the pooled variance; it is not corrected for the number of
-    claims."""
+    """Return a table of the claims of ``bench/claims.yaml``. The mean of each difference over
+    common seeds has a 95% interval, of bits by the pooled variance; it is not corrected for the
+    number of claims."""
     bits = pooled_variance(runs.pivot(index="seed", columns="variant", values=TEST))
     rows = []
     for claim in read_yaml("claims.yaml"):
@@ -280,8 +280,8 @@ def claims_table(runs: pd.DataFrame) -> Table:
 
 
 def seed_differences(runs: pd.DataFrame, variant: str, baseline: str, measure: str) -> pd.Series:
-    """For each common seed the difference from the baseline, in bits or in percent; NaN if a run
-    has no number."""
+    """Return for each common seed the difference from the baseline, in bits or in percent; NaN if a
+    run has no number."""
     column = MEASURES[measure]
     columns = [
         runs[runs["variant"] == name].set_index("seed")[column] for name in (variant, baseline)
@@ -293,10 +293,10 @@ def seed_differences(runs: pd.DataFrame, variant: str, baseline: str, measure: s
 def judge(
     differences: list[float], *, expected: str, margin: float, pooled: Pooled | None = None
 ) -> tuple[str, str]:
-    """The verdict on the mean of differences, and the mean with its 95% interval as text. The mean
-    is expected below the margin (``lower``), or between minus and plus the margin (``equal``).
-    ``HOLDS``: the whole interval lies in this range. ``FAILS``: it lies outside. ``UNDECIDED``:
-    neither. ``TOO_FEW``: fewer than ``MIN_SEEDS`` differences."""
+    """Return the verdict on the mean of differences, and the mean with its 95% interval as text.
+    The mean is expected below the margin (``lower``), or between minus and plus the margin
+    (``equal``). ``HOLDS``: the whole interval lies in this range. ``FAILS``: it lies outside.
+    ``UNDECIDED``: neither. ``TOO_FEW``: fewer than ``MIN_SEEDS`` differences."""
     if len(differences) < 2:
         return TOO_FEW, "".join(f"{difference:+.4f}" for difference in differences)
     estimate = estimate_mean(differences, pooled)
@@ -312,14 +312,14 @@ def judge(
 
 
 def copied_bits(row: dict) -> dict[str, float]:
-    """The bits of an answer on test in a row of ``published_means``, by its label, such as a
+    """Return the bits of an answer on test in a row of ``published_means``, by its label, such as a
     distance."""
     prefix = "test_bits_per_copy."
     return {key.removeprefix(prefix): bits for key, bits in row.items() if key.startswith(prefix)}
 
 
 def copy_tables(path: Path) -> Iterator[Table]:
-    """A table of bits of a copied byte by distance, the largest distances first."""
+    """Yield a table of bits of a copied byte by distance, the largest distances first."""
     means = {row["variant"]: row for row in published_means(PublishedRuns(path).finished)}
     frame = pd.DataFrame({name: copied_bits(row) for name, row in means.items()}).T.rename(
         columns=int
@@ -334,8 +334,8 @@ def copy_tables(path: Path) -> Iterator[Table]:
 
 
 def recall_tables(path: Path) -> Iterator[Table]:
-    """A table of ``RECALL_COLUMNS``: accuracy by number of keys at the learning rate that scored
-    best on valid. With 8 keys also the training bytes of the first validation at
+    """Yield a table of ``RECALL_COLUMNS``: accuracy by number of keys at the learning rate that
+    scored best on valid. With 8 keys also the training bytes of the first validation at
     ``LEARNED_ACCURACY``: "rate at an end" without one, if the best rate does not lie between
     others."""
     scores, table = scores_by_factor(path), {}
@@ -367,7 +367,7 @@ def recall_tables(path: Path) -> Iterator[Table]:
 
 
 def skills_tables(path: Path) -> Iterator[Table]:
-    """A table of mean bits of an answer: a row per mechanism or predictor of
+    """Yield a table of mean bits of an answer: a row per mechanism or predictor of
     ``skill_baselines.yaml``, and a column per skill and its answers. Rows are sorted by the mean
     over skills of each skill's mean: the lowest first, incomplete rows last."""
     rows = {
@@ -392,8 +392,8 @@ def skills_tables(path: Path) -> Iterator[Table]:
 
 
 def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
-    """The rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in other
-    ``COST_CONDITIONS``."""
+    """Return the rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in
+    other ``COST_CONDITIONS``."""
     rows, common = (
         [row for row in read_rows(path) if chosen.items() <= row.items()],
         {*COST_CONDITIONS} - {*keys},
@@ -409,8 +409,8 @@ def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
 
 
 def cost_tables(path: Path) -> Iterator[Table]:
-    """A table for each quantity of ``COST_TABLES``: a row per mechanism, a column per span or,
-    in mode cold, length."""
+    """Yield a table for each quantity of ``COST_TABLES``: a row per mechanism, a column per span
+    or, in mode cold, length."""
     rows = {"stream": read_costs(path, "variant", "length", mode="stream")}
     rows["cold"] = read_costs(path, "variant", "length", "segment", mode="cold")
     for title, (mode, divisor, key) in COST_TABLES.items():
@@ -421,8 +421,8 @@ def cost_tables(path: Path) -> Iterator[Table]:
 def quantity_table(
     title: str, rows: Sequence[dict], divisor: float | str, key: str, *, caption: str = ""
 ) -> Table:
-    """A table of a quantity: a row per mechanism, a column per length, and another if compiled.
-    ``divisor`` is a number or the key of one."""
+    """Return a table of a quantity: a row per mechanism, a column per length, and another if
+    compiled. ``divisor`` is a number or the key of one."""
     columns = sorted({(row.get("compile", False), row["length"]) for row in rows})
     headings = {column: f"{column[1]:,}{' compiled' * column[0]}" for column in columns}
     cells: dict[str, dict[str, str]] = {}
@@ -438,16 +438,16 @@ def quantity_table(
 
 
 def speed_tables(path: Path) -> Iterator[Table]:
-    """Training speed of each implementation, and its ratio to the reference model's: median and
-    range over rounds. ValueError if rows repeat a name or differ in ``COST_CONDITIONS``."""
+    """Yield training speed of each implementation, and its ratio to the reference model's: median
+    and range over rounds. ValueError if rows repeat a name or differ in ``COST_CONDITIONS``."""
     rows = [row.to_dict() for _, row in frame_of(read_costs(path, "name")).iterrows()]
     yield make_table(rows, columns("speeds"))
 
 
 def gpu_table(path: Path, *, unit: str) -> Table:
-    """A table of runs on a GPU with a budget in ``unit``, the best on valid first, with bzip2 as
-    the last row. ValueError if rows repeat a variant, differ in conditions, or are of a run
-    without a score."""
+    """Return a table of runs on a GPU with a budget in ``unit``, the best on valid first, with
+    bzip2 as the last row. ValueError if rows repeat a variant, differ in conditions, or are of a
+    run without a score."""
     trained = [row for row in read_rows(path) if unit in row.get("summary", {}).get("budget", {})]
     runs = frame_of(trained)
     conditions = {(row["device"], row["seed"], run_conditions(row)) for row in runs["row"]}
@@ -473,8 +473,8 @@ def gpu_table(path: Path, *, unit: str) -> Table:
 
 
 def learning_rate_tables(path: Path) -> Iterator[Table]:
-    """A table of bits per byte on valid by learning rate factor; the best score of each mechanism
-    is bold. ValueError if runs differ in seed or conditions, or repeat a factor."""
+    """Yield a table of bits per byte on valid by learning rate factor; the best score of each
+    mechanism is bold. ValueError if runs differ in seed or conditions, or repeat a factor."""
     rows = [row["summary"] | {"cell": row["cell"]} for row in read_rows(path)]
     if len({(row["seed"], run_conditions(row)) for row in rows}) > 1:
         raise ValueError(

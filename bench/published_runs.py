@@ -55,8 +55,8 @@ class PublishedRuns:
 
 
 def run_conditions(row: dict) -> str:
-    """Conditions that must be equal in all runs of a table, as text, without context and span,
-    which models set."""
+    """Return conditions that must be equal in all runs of a table, as text, without context and
+    span, which models set."""
     cell = cell_keys(row)
     words = {
         key: value
@@ -71,16 +71,16 @@ def run_conditions(row: dict) -> str:
 
 
 def text_file(folder: Path) -> Path:
-    """The file of the runs on text: those with windows in a permutation, or until these exist the
-    older ones with windows drawn at random."""
+    """Return the file of the runs on text: those with windows in a permutation, or until these
+    exist the older ones with windows drawn at random."""
     path = folder / "text.jsonl"
     has_reference = any(row["summary"]["variant"] == REFERENCE for row in read_rows(path))
     return path if has_reference else folder / "front_page.jsonl"
 
 
 def best_rates(runs: pd.DataFrame) -> pd.DataFrame:
-    """The run of each mechanism, seed and corpus whose learning rate scored best on valid. If a
-    corpus has mechanisms with ``MIN_FACTORS`` rates, only these."""
+    """Return the run of each mechanism, seed and corpus whose learning rate scored best on valid.
+    If a corpus has mechanisms with ``MIN_FACTORS`` rates, only these."""
     corpus = runs["corpus"].fillna("")
     rates = runs.groupby([corpus, "variant"])["lr_factor"].transform("nunique")
     most = rates.groupby(corpus).transform("max")

@@ -101,7 +101,7 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
 
 def all_tables(rows: Rows) -> list[Table]:
-    """Tables of runs, costs and peers."""
+    """Return tables of runs, costs and peers."""
     costs, peers = (
         rows.frame["row"][rows.frame["kind"] == kind].tolist() for kind in BENCH_COMMANDS
     )
@@ -109,7 +109,7 @@ def all_tables(rows: Rows) -> list[Table]:
 
 
 def runs_csv(runs: pd.DataFrame) -> str:
-    """A CSV of the frame's texts and numbers, unrounded, with a row for each run."""
+    """Return a CSV of the frame's texts and numbers, unrounded, with a row for each run."""
     runs = runs.drop(columns=["row", "kind"]).dropna(axis=1, how="all")
     return runs.map(
         lambda value: escape_formula(value) if isinstance(value, str) else value
@@ -117,7 +117,7 @@ def runs_csv(runs: pd.DataFrame) -> str:
 
 
 def _notes(rows: Rows) -> list[str]:
-    """What was read, what was omitted, and limitations."""
+    """Return what was read, what was omitted, and limitations."""
     kinds = rows.frame["kind"].value_counts()
     counts = [pluralize(kinds["run"], "finished run")] if "run" in kinds else []
     counts += [

@@ -21,8 +21,8 @@ from harness.source import ROOT
 
 
 def listing() -> dict[str, str]:
-    """The SHA-256 of each Python and C++ file below ``variants/`` except the conformance suite,
-    by path."""
+    """Return the SHA-256 of each Python and C++ file below ``variants/`` except the conformance
+    suite, by path."""
     files = (
         path for path in sorted((ROOT / "variants").rglob("*")) if path.suffix in (".py", ".cpp")
     )

@@ -91,7 +91,7 @@ def draw_state(ax, runs: pd.DataFrame, names: Collection[str]) -> None:
 
 
 def state_finding(means: Sequence[dict], names: Collection[str]) -> str:
-    """How the one of the mechanisms ``names`` that has the least state compares with its
+    """Return how the one of the mechanisms ``names`` that has the least state compares with its
     baseline."""
     compared = [row for row in means if "difference" in row and row["variant"] in names]
     least = min(compared, key=lambda row: row[STATE])
@@ -101,9 +101,9 @@ def state_finding(means: Sequence[dict], names: Collection[str]) -> str:
 
 
 def recall_curves(path: Path) -> dict[str, pd.DataFrame]:
-    """Accuracy of answers with 8 keys: for each of ``CURVES`` that has runs, a row per megabytes of
-    training and a column per seed, at the learning rate with the most seeds and, of these, the
-    highest mean accuracy."""
+    """Return accuracy of answers with 8 keys: for each of ``CURVES`` that has runs, a row per
+    megabytes of training and a column per seed, at the learning rate with the most seeds and, of
+    these, the highest mean accuracy."""
     entries = []
     for row in read_rows(path):
         summary, (first, *record) = row["summary"], row["record"]
@@ -150,8 +150,8 @@ def draw_recall(ax, curves: Mapping[str, pd.DataFrame]) -> None:
 
 
 def recall_finding(curves: Mapping[str, pd.DataFrame]) -> str:
-    """After how many bytes the median seed of plain attention recalls, with and without shifted
-    keys: the first two of ``CURVES``."""
+    """Say after how many bytes the median seed of plain attention recalls, with and without
+    shifted keys: the first two of ``CURVES``."""
     if not {*CURVES[:2]} <= {*curves}:
         return "Recall by key: rows are missing (sweep=recall_by_key)"
     without, shifted = (_when_learned(curves[name].median(axis=1)) for name in CURVES[:2])

@@ -36,8 +36,8 @@ def time_calls(
     max_seconds: float = 1.0,
     warmup_calls: int = 0,
 ) -> list[float]:
-    """Milliseconds of each ``call``, after ``warmup_calls`` untimed ones. ``synchronise`` waits
-    until the device is idle. After ``max_seconds`` no further call begins, but at least
+    """Return milliseconds of each ``call``, after ``warmup_calls`` untimed ones. ``synchronise``
+    waits until the device is idle. After ``max_seconds`` no further call begins, but at least
     ``min_calls`` (1 or more) are timed."""
     for _ in range(warmup_calls):
         call()
@@ -75,8 +75,9 @@ class Entry:
             self.status, self.reason = error.status, str(error)
 
     def percentiles(self, quantity: str) -> dict[str, float | int | None] | None:
-        """``p20``, ``p50`` and ``p80`` of all calls in milliseconds, and the number of calls ``n``.
-        With fewer than ``MIN_CALLS`` calls only ``p50`` has a value. Returns None without calls."""
+        """Return ``p20``, ``p50`` and ``p80`` of all calls in milliseconds, and the number of calls
+        ``n``. With fewer than ``MIN_CALLS`` calls only ``p50`` has a value. Returns None without
+        calls."""
         times_ms = sum(self.rounds[quantity], [])
         if not times_ms:
             return None
@@ -151,8 +152,9 @@ def measure(
 
 
 def _without_repeated_code(entries: Sequence[Entry]) -> list[Entry]:
-    """The entries without those that run the same code as an earlier one. Their processes are
-    closed, and the fact ``repeats`` of the earlier one has the digests of their configurations."""
+    """Return the entries without those that run the same code as an earlier one. Their processes
+    are closed, and the fact ``repeats`` of the earlier one has the digests of their
+    configurations."""
     kept: dict[str | int, Entry] = {}
     for entry in entries:
         was_built = entry.facts.get("backend")

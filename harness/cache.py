@@ -18,8 +18,9 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/attention-windtunnel``, or the same below ``~/.cache``. May not exist yet.
-    StorageFailure if the user has no home folder; a folder below /tmp could be another user's."""
+    """Return ``$XDG_CACHE_HOME/attention-windtunnel``, or the same below ``~/.cache``. May not
+    exist yet. StorageFailure if the user has no home folder; a folder below /tmp could be
+    another user's."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
@@ -28,8 +29,8 @@ def cache_folder() -> Path:
 
 
 def user_path(text: str, *, key: str) -> Path:
-    """The path that a user has typed, in which ``~`` at the beginning is a home folder; ``./~`` is
-    a file of this name. ValueError naming ``key`` for a user without one."""
+    """Return the path that a user has typed, in which ``~`` at the beginning is a home folder;
+    ``./~`` is a file of this name. ValueError naming ``key`` for a user without one."""
     try:
         return Path(text).expanduser() if text.startswith("~") else Path(text)
     except RuntimeError as error:
@@ -117,6 +118,6 @@ def append_atomically(path: Path, line: bytes) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes, as hexadecimal digits."""
+    """Return SHA-256 of a file's bytes, as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

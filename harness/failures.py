@@ -75,8 +75,8 @@ STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROF
 
 
 def failure_class(error: Exception) -> type[Failure] | None:
-    """The class of failure of any error, also of Python's and torch's errors; None for a mistake
-    or a bug."""
+    """Return the class of failure of any error, also of Python's and torch's errors; None for a
+    mistake or a bug."""
     if isinstance(error, Failure):
         return type(error)
     if is_out_of_memory(error):
@@ -88,21 +88,21 @@ def failure_class(error: Exception) -> type[Failure] | None:
 
 
 def exit_code(error: Exception, *, mistakes: tuple[type[Exception], ...] = (ValueError,)) -> int:
-    """Exit code of a command that ends with this error. ``mistakes`` are the classes of a user's
-    mistakes."""
+    """Return the exit code of a command that ends with this error. ``mistakes`` are the classes of
+    a user's mistakes."""
     if cls := failure_class(error):
         return cls.exit_code
     return MISTAKE if isinstance(error, mistakes) else BUG
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message."""
     return str(error).strip().partition("\n")[0]
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory was insufficient. torch raises an error of its own class on a GPU, and a
-    RuntimeError on a CPU."""
+    """Return whether memory was insufficient. torch raises an error of its own class on a GPU, and
+    a RuntimeError on a CPU."""
     classes = (
         OutOfMemory,
         MemoryError,

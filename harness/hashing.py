@@ -14,9 +14,9 @@ _GOLDEN, _FIRST, _SECOND = map(
 
 
 def integer_hash(*keys: int | Sequence[int] | np.ndarray) -> np.ndarray:
-    """A hash of all keys, uint64. Keys are Python integers (taken modulo 2^64), and sequences or
-    arrays of non-negative integers, which broadcast to the shape of the output; it is ``[1]`` if
-    every key is a Python integer."""
+    """Return a hash of all keys, uint64. Keys are Python integers (taken modulo 2^64), and
+    sequences or arrays of non-negative integers, which broadcast to the shape of the output; it is
+    ``[1]`` if every key is a Python integer."""
     # an array, because its overflow gives no warning, unlike a numpy scalar's
     state = np.zeros(1, np.uint64)
     for key in keys:

@@ -104,8 +104,8 @@ class _FastRMSNorm(torch.autograd.Function):
 def _run_layer(
     layer: nn.ModuleDict, x: Tensor, states: tuple[State, ...], start: Tensor, collect_stats: bool
 ) -> tuple[Tensor, list[tuple]]:
-    """The output of a layer for ``x``, and for each of its sublayers a tuple of state, loss and
-    statistics."""
+    """Return the output of a layer for ``x``, and for each of its sublayers a tuple of state, loss
+    and statistics."""
     outputs = []
     for residual, state in zip(layer.values(), states, strict=True):
         x, *rest = residual(x, state, start, collect_stats=collect_stats)
@@ -160,7 +160,7 @@ class LanguageModel(nn.Module):
         self.project_()
 
     def sublayers(self) -> Iterator[tuple[str, Sublayer]]:
-        """``("layers.0.attention", module)`` in order of execution."""
+        """Yield ``("layers.0.attention", module)`` in order of execution."""
         for i, layer in enumerate(self.layers):
             for name, residual in layer.items():
                 yield f"layers.{i}.{name}", residual.sublayer
@@ -202,8 +202,8 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def inspect(self, tokens: Tensor) -> tuple[Tensor, dict[str, Inspection]]:
-        """Logits of streams that begin with ``tokens``, and the ``Inspection`` of each sublayer in
-        this forward pass, by its name, without sublayers that return None."""
+        """Return logits of streams that begin with ``tokens``, and the ``Inspection`` of each
+        sublayer in this forward pass, by its name, without sublayers that return None."""
         inspections = {}
 
         def inspect_input(name: str, module: Sublayer, inputs: tuple) -> None:
@@ -220,7 +220,7 @@ class LanguageModel(nn.Module):
         }
 
     def trim(self, state: State) -> State:
-        """The part of a state that the next forward pass needs; a compiled forward pass may
+        """Return the part of a state that the next forward pass needs; a compiled forward pass may
         return more."""
         start, states = state
         return start, tuple(
@@ -235,8 +235,8 @@ class LanguageModel(nn.Module):
         set_shapes(self)
 
     def metrics(self, stats: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
-        """Metrics from summed statistics, such as ``layers.0.attention.span``: numbers, or lists
-        of a number per head."""
+        """Return metrics from summed statistics, such as ``layers.0.attention.span``: numbers, or
+        lists of a number per head."""
         return {
             f"{name}.{key}": metric.tolist() if isinstance(metric, Tensor) else float(metric)
             for name, sublayer in self.sublayers()
@@ -244,14 +244,14 @@ class LanguageModel(nn.Module):
         }
 
     def ideal_flops(self) -> int:
-        """Ideal forward FLOPs per byte of all sublayers and the head, at their present
+        """Return the ideal forward FLOPs per byte of all sublayers and the head, at their present
         parameters, with a full past."""
         return sum(s.ideal_flops() for _, s in self.sublayers()) + 2 * self.head.weight.numel()
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """FLOPs per byte that a training step needs: those of ``Sublayer.needed_flops`` and of the
-        head. A sublayer that does not state them is charged three times its ideal forward FLOPs.
-        Norms, loss and embedding count 0."""
+        """Return FLOPs per byte that a training step needs: those of ``Sublayer.needed_flops`` and
+        of the head. A sublayer that does not state them is charged three times its ideal forward
+        FLOPs. Norms, loss and embedding count 0."""
         needed = [NeededFlops.of_products(2 * self.head.weight.numel())]
         for _, sublayer in self.sublayers():
             stated = sublayer.needed_flops(segment, carried=carried)
@@ -261,12 +261,12 @@ class LanguageModel(nn.Module):
         return NeededFlops(*map(sum, zip(*needed, strict=True)))
 
     def flops_estimated_3x(self) -> list[str]:
-        """Names of the sublayers whose FLOPs of a training step are estimated: three times the
-        ideal forward FLOPs."""
+        """Return the names of the sublayers whose FLOPs of a training step are estimated: three
+        times the ideal forward FLOPs."""
         return [name for name, s in self.sublayers() if s.needed_flops(1, carried=0) is None]
 
     def parameters_by_sublayer(self) -> dict[str, int]:
-        """Numbers of parameters of each sublayer, of embedding and head, and of all norms. A
+        """Return numbers of parameters of each sublayer, of embedding and head, and of all norms. A
         parameter that modules share counts in the first of them."""
         counted: set[int] = set()
 
@@ -280,8 +280,8 @@ class LanguageModel(nn.Module):
         return counts | {"norms": count_new(self)}
 
     def touched_parameters(self) -> int:
-        """Number of parameters read for one byte: in sublayers, norms and head, and one row of
-        the embedding."""
+        """Return the number of parameters read for one byte: in sublayers, norms and head, and one
+        row of the embedding."""
         counts = self.parameters_by_sublayer()
         in_sublayers = 0
         for name, sublayer in self.sublayers():
@@ -297,8 +297,8 @@ class LanguageModel(nn.Module):
 
 
 def unread_parameters(sublayer: Sublayer) -> int:
-    """Number of parameters that one byte does not read: unread rows of tables and of parameters
-    with as many rows."""
+    """Return the number of parameters that one byte does not read: unread rows of tables and of
+    parameters with as many rows."""
     rows_read = {len(getattr(sublayer, name)): n for name, n in sublayer.tables.items()}
     tables = [p for p in sublayer.parameters(recurse=False) if p.dim() == 2 and len(p) in rows_read]
     return sum(max(0, len(table) - rows_read[len(table)]) * table.shape[1] for table in tables)
@@ -307,8 +307,8 @@ def unread_parameters(sublayer: Sublayer) -> int:
 def add_stats(
     total: dict[str, dict[str, Tensor]], stats: dict[str, dict[str, Tensor]]
 ) -> dict[str, dict[str, Tensor]]:
-    """The sums of the statistics of two forward passes; a statistic that only one of them has is
-    copied."""
+    """Return the sums of the statistics of two forward passes; a statistic that only one of them
+    has is copied."""
 
     def add(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
         return {

@@ -30,25 +30,25 @@ Files = tuple[tuple[str, Path], ...]  # name in the digest, and path, of each fi
 
 
 def digest(config: Mapping, *, trust: tuple[str, ...] = (), measuring: bool = False) -> str:
-    """SHA-256 of ``train.py``, the harness, and the files of ``mechanism_files``; with
+    """Return SHA-256 of ``train.py``, the harness, and the files of ``mechanism_files``; with
     ``measuring`` also of bench."""
     project = _project_files("train.py", "harness", *["bench"] * measuring)
     return digest_of((*project, *mechanism_files(config, trust=trust)))
 
 
 def digest_of_tree(*, measuring: bool = False) -> str:
-    """SHA-256 of all project files that any run may use. If it is equal for runs of two variants,
-    their times and memory were measured with the same code."""
+    """Return SHA-256 of all project files that any run may use. If it is equal for runs of two
+    variants, their times and memory were measured with the same code."""
     return digest_of(_project_files("train.py", "variants", "harness", *["bench"] * measuring))
 
 
 def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
-    """Names and paths of the user's files, and of the files below ``variants/`` that they or the
-    configuration's targets import. ``trust`` has the modules of the user. Modules that they import
-    count too, at any depth: those of installed distributions and of Python by their version, others
-    by their files. All files of a package count, and for a module of a single file those of the
-    same stem, such as ``mine.cpp`` for ``mine.py``. ValueError for a module of ``trust`` without
-    a source file."""
+    """Return names and paths of the user's files, and of the files below ``variants/`` that they or
+    the configuration's targets import. ``trust`` has the modules of the user. Modules that they
+    import count too, at any depth: those of installed distributions and of Python by their version,
+    others by their files. All files of a package count, and for a module of a single file those of
+    the same stem, such as ``mine.cpp`` for ``mine.py``. ValueError for a module of ``trust``
+    without a source file."""
     user_files = _with_imports(tuple(file for module in trust for file in _module_files(module)))
     user_code = tuple(path for _, path in user_files if path.suffix == ".py")
     # at any depth
@@ -62,8 +62,8 @@ def mechanism_files(config: Mapping, *, trust: tuple[str, ...] = ()) -> Files:
 
 @functools.cache
 def _imported_files(names: frozenset[str], code: tuple[Path, ...], root: Path) -> frozenset[Path]:
-    """The Python files ``code``, the files of the modules ``names`` (or of the modules that define
-    these names), their imports below ``root``, and files of the same stems, such as
+    """Return the Python files ``code``, the files of the modules ``names`` (or of the modules that
+    define these names), their imports below ``root``, and files of the same stems, such as
     ``window.cpp``."""
     finder = ModuleFinder([str(root)], excludes=["harness", "bench"])
     for find, sources in ((finder.import_hook, names), (finder.load_file, map(str, code))):
@@ -81,8 +81,8 @@ def _imported_files(names: frozenset[str], code: tuple[Path, ...], root: Path) -
 
 @functools.cache
 def _module_files(module: str) -> Files:
-    """Names and paths of the files of a module of the user, and of all of its package if it is
-    in one."""
+    """Return names and paths of the files of a module of the user, and of all of its package if it
+    is in one."""
     origin = _origin(module)
     folder = origin.parent
     if not origin.is_file():
@@ -99,15 +99,15 @@ def _module_files(module: str) -> Files:
 
 
 def _origin(module: str) -> Path:
-    """The file of a module; a folder if it has none."""
+    """Return the file of a module; a folder if it has none."""
     spec = find_spec(module)
     return Path((spec and spec.origin) or "").resolve()
 
 
 @functools.cache
 def _with_imports(files: Files) -> Files:
-    """The user's files, with those of the modules that they import, and an empty file for each
-    version."""
+    """Return the user's files, with those of the modules that they import, and an empty file for
+    each version."""
     found, pending, seen = (
         dict(files),
         [*files],
@@ -125,8 +125,8 @@ def _with_imports(files: Files) -> Files:
 
 
 def _imported_modules(path: Path) -> set[str]:
-    """The first parts of the names of the modules that a Python file imports anywhere; those of
-    its package excepted."""
+    """Return the first parts of the names of the modules that a Python file imports anywhere; those
+    of its package excepted."""
     names = set()
     with suppress(SyntaxError, ValueError, OSError):  # the run itself reports such errors
         for node in ast.walk(
@@ -140,8 +140,8 @@ def _imported_modules(path: Path) -> set[str]:
 
 
 def _files_of_import(module: str) -> Files:
-    """The files of an imported module, or its name and version if it is installed; none if there
-    is no such module."""
+    """Return the files of an imported module, or its name and version if it is installed; none if
+    there is no such module."""
     with suppress(ImportError, ValueError, AttributeError, TypeError):
         spec = find_spec(module)
         places = [
@@ -161,7 +161,7 @@ def _files_of_import(module: str) -> Files:
 
 
 def _version(module: str) -> str:
-    """The versions of the installed distributions that have a module; empty if it belongs to
+    """Return the versions of the installed distributions that have a module; empty if it belongs to
     none."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(module)
@@ -175,7 +175,7 @@ def _project_files(*roots: str) -> Files:
 
 
 def _files_below(start: Path, root: Path) -> Iterator[Path]:
-    """``start`` itself if it is a file, else all files below it, unless their path below
+    """Yield ``start`` itself if it is a file, else all files below it, unless their path below
     ``root`` is excluded."""
     for path in [start] if start.is_file() else start.rglob("*"):
         if path.is_file() and not EXCLUDED.match(path.relative_to(root).as_posix()):
@@ -183,7 +183,7 @@ def _files_below(start: Path, root: Path) -> Iterator[Path]:
 
 
 def digest_of(files: Files) -> str:
-    """SHA-256 of the names and contents of files."""
+    """Return SHA-256 of the names and contents of files."""
     return hashlib.sha256(
         "".join(f"{name}\0{_sha256_once(path)}\n" for name, path in files).encode()
     ).hexdigest()
@@ -191,7 +191,7 @@ def digest_of(files: Files) -> str:
 
 @functools.cache
 def _sha256_once(path: Path) -> str:
-    """The SHA-256 of a file when this process first read it."""
+    """Return the SHA-256 of a file when this process first read it."""
     try:
         return sha256_of(path)
     except OSError:
@@ -199,9 +199,9 @@ def _sha256_once(path: Path) -> str:
 
 
 def commit() -> str | None:
-    """The commit of the project's working tree, with ``-dirty`` if files other than result rows
-    differ; None outside of git. A repository that contains the project's folder is ignored, because
-    git would execute programs that its settings name."""
+    """Return the commit of the project's working tree, with ``-dirty`` if files other than result
+    rows differ; None outside of git. A repository that contains the project's folder is ignored,
+    because git would execute programs that its settings name."""
     environment = {
         name: setting for name, setting in os.environ.items() if not name.startswith("GIT_")
     }

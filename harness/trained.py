@@ -33,8 +33,8 @@ from harness.record.rows import CONFIG, RECORD
 
 
 def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
-    """A run folder's provenance and its best checkpoint; ValueError naming ``key`` if either is
-    missing."""
+    """Return a run folder's provenance and its best checkpoint; ValueError naming ``key`` if either
+    is missing."""
     best, weights = path / checkpoint.FOLDER / checkpoint.BEST, path / WEIGHTS
     if not (best.exists() or weights.exists()) or not (path / RECORD).exists():
         files = f"{checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}"
@@ -49,9 +49,9 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
 
 
 def plan_of_run(path: Path, *, key: str, runtime: DictConfig, trust: list | str) -> Plan:
-    """The plan of a run folder, with ``runtime`` as its section of that name; ValueError naming
-    folder, file and key. The folder is untrusted: its configuration may have plain values only,
-    and classes only of ours and of ``trust``."""
+    """Return the plan of a run folder, with ``runtime`` as its section of that name; ValueError
+    naming folder, file and key. The folder is untrusted: its configuration may have plain values
+    only, and classes only of ours and of ``trust``."""
     origin = f"{key}={path}"
     config = read_config(path / CONFIG, label=origin)
     for name in ("trial", "space"):  # older run folders have these keys, for a point of a search
@@ -81,8 +81,8 @@ class TrainedRun(NamedTuple):
     key: str
 
     def model(self, *, span: int | None = None) -> LanguageModel:
-        """The model with the best weights, on the CPU, at ``span`` or the run's; ValueError if
-        weights do not fit."""
+        """Return the model with the best weights, on the CPU, at ``span`` or the run's; ValueError
+        if weights do not fit."""
         model = self.plan.make_model()
         load_weights(model, self.best["model"], source=self.key)
         if span is not None and span != self.plan.model.span:
@@ -91,14 +91,14 @@ class TrainedRun(NamedTuple):
         return model
 
     def on_device(self, *, span: int | None = None) -> tuple[LanguageModel, Runtime]:
-        """The model on the plan's device, with the backend selected there, and the device's
+        """Return the model on the plan's device, with the backend selected there, and the device's
         runtime."""
         device_runtime = configure_torch(self.plan.runtime)
         model = self._replace(plan=with_backend(self.plan, device_runtime)).model(span=span)
         return model.to(device_runtime.device), device_runtime
 
     def corpus(self) -> Corpus:
-        """The run's corpus; ValueError if it differs from the one that the run read."""
+        """Return the run's corpus; ValueError if it differs from the one that the run read."""
         corpus = corpora.load(**self.plan.data)
         expected = self.provenance["data"]["sha256"]
         if corpus.sha256 != expected:
@@ -109,7 +109,8 @@ class TrainedRun(NamedTuple):
         return corpus
 
     def symbols(self) -> bytes:
-        """The byte of each token id. A vocabulary of fewer than 256 ids is read from the corpus."""
+        """Return the byte of each token id. A vocabulary of fewer than 256 ids is read from the
+        corpus."""
         return bytes(range(256)) if self.plan.data["vocabulary"] == 256 else self.corpus().symbols
 
 

@@ -64,8 +64,8 @@ class Case:
 
     @classmethod
     def split(cls, choices: dict) -> tuple["Case", dict]:
-        """A case of those choices that are its fields, and the other choices, which are keywords
-        of a sublayer."""
+        """Return a case of those choices that are its fields, and the other choices, which are
+        keywords of a sublayer."""
         fields = {
             name: choice for name, choice in choices.items() if name in cls.__dataclass_fields__
         }
@@ -84,7 +84,8 @@ class Case:
     def build(
         self, make: Callable[..., Sublayer] | None = None, *, noise: float = 0.0, **keywords
     ) -> Sublayer:
-        """A sublayer in training mode with seeded weights: ``Attention``, or what ``make`` returns.
+        """Return a sublayer in training mode with seeded weights: ``Attention``, or what ``make``
+        returns.
 
         Args:
             noise: scale of the noise added to initial parameters if ``make`` is set, because zeros
@@ -127,7 +128,7 @@ class Case:
         return attention
 
     def stream(self) -> tuple[Tensor, Tensor]:
-        """Past ``[B, past, D]``, and segment ``[B, length, D]``, a leaf that requires its
+        """Return past ``[B, past, D]``, and segment ``[B, length, D]``, a leaf that requires its
         gradient."""
         x = torch.randn(
             B, self.past + self.length, D, dtype=DOUBLE, generator=torch.Generator().manual_seed(1)
@@ -135,7 +136,7 @@ class Case:
         return x[:, : self.past], x[:, self.past :].clone().requires_grad_()
 
     def joined(self) -> Tensor:
-        """Past and segment in one tensor, detached."""
+        """Return past and segment in one tensor, detached."""
         return torch.cat(self.stream(), dim=1).detach()
 
 
@@ -154,15 +155,15 @@ def starts(position: int) -> Tensor:
 
 
 def run(attention: Sublayer, x: Tensor, past: Tensor, *, loss: bool = False) -> Tensor:
-    """Outputs ``[B, T, D]`` for ``x`` after ``past``. With ``loss``, the auxiliary loss is added
-    to every number."""
+    """Return outputs ``[B, T, D]`` for ``x`` after ``past``. With ``loss``, the auxiliary loss is
+    added to every number."""
     state: State = attention(past, None, starts(0)).state if past.shape[1] else None
     out = attention(x, state, starts(past.shape[1]))
     return out.y + out.loss if loss and out.loss is not None else out.y
 
 
 def reference_mask(attention: Attention) -> Mask | None:
-    """The reference's soft mask with the spans of ``attention``, or None for fixed spans."""
+    """Return the reference's soft mask with the spans of ``attention``, or None for fixed spans."""
     spans = attention.span
     if isinstance(spans, AdaptiveSpan):
         return adaptive_mask(spans.fraction, span=spans.span, ramp=spans.ramp)
@@ -182,7 +183,7 @@ class Hiding(ForgetGate):
 
 
 def reference_biases(attention: Attention, x: Tensor, past: Tensor) -> dict[str, Tensor]:
-    """The reference's keyword arguments for key biases, empty if the sublayer has none."""
+    """Return the reference's keyword arguments for key biases, empty if the sublayer has none."""
     if attention.key_bias is None:
         return {}
     stream, gate = torch.cat([past, x], dim=1), attention.key_bias.gate
@@ -193,7 +194,7 @@ def reference_biases(attention: Attention, x: Tensor, past: Tensor) -> dict[str,
 
 
 def matrices(attention: nn.Module) -> dict[str, Tensor]:
-    """The weights of the projections by their names in the references: wq, wk, wv and wo."""
+    """Return the weights of the projections by their names in the references: wq, wk, wv and wo."""
     names = ("query", "key", "value", "output")
     return {
         f"w{name[0]}": getattr(attention, name).weight for name in names if hasattr(attention, name)
@@ -201,7 +202,7 @@ def matrices(attention: nn.Module) -> dict[str, Tensor]:
 
 
 def with_random_mix(sublayer: Sublayer) -> Sublayer:
-    """The sublayer, whose channels mix keys by different weights."""
+    """Return the sublayer, whose channels mix keys by different weights."""
     shifts = [module for module in sublayer.modules() if isinstance(module, KeyShift)]
     for shift in shifts:
         shift.mix.data += torch.randn(shift.mix.shape, dtype=DOUBLE)
@@ -209,13 +210,14 @@ def with_random_mix(sublayer: Sublayer) -> Sublayer:
 
 
 def mix_of(sublayer: nn.Module) -> dict[str, Tensor]:
-    """The references' argument for the weights of mixed keys, empty if keys are not mixed."""
+    """Return the references' argument for the weights of mixed keys, empty if keys are not
+    mixed."""
     return {} if sublayer.key_shift is None else {"mix": sublayer.key_shift.mix}
 
 
 def reference_output(attention: Attention, *, x: Tensor, past: Tensor, position: str) -> Tensor:
-    """The output of ``run`` by the reference's loops. With ``cache: kv`` past keys and values
-    are constants."""
+    """Return the output of ``run`` by the reference's loops. With ``cache: kv`` past keys and
+    values are constants."""
     vectors = attention.persistent
     keys, values = (
         persistent_vectors(vectors.key, value_parameters=vectors.value) if vectors else (None, None)
@@ -244,8 +246,8 @@ def reference_output(attention: Attention, *, x: Tensor, past: Tensor, position:
 
 
 def gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """Gradients of a fixed random projection of ``y``, zeros for inputs on which ``y`` does not
-    depend."""
+    """Return gradients of a fixed random projection of ``y``, zeros for inputs on which ``y`` does
+    not depend."""
     upstream = torch.randn(y.shape, dtype=DOUBLE, generator=torch.Generator().manual_seed(2)).to(
         y.dtype
     )
@@ -263,7 +265,7 @@ def assert_near(actual: Tensor, expected: Tensor, *, tolerance: float = 1e-10, w
 
 
 def outcome(y: Tensor, named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A dictionary of ``y``, as "value", and of its gradients with respect to the tensors in
+    """Return a dictionary of ``y``, as "value", and of its gradients with respect to the tensors in
     ``named``."""
     names = [f"gradient of {name}" for name in named]
     return {"value": y, **dict(zip(names, gradients(y, list(named.values())), strict=True))}
@@ -301,8 +303,8 @@ class LargestTensor(TorchDispatchMode):
 
 
 def covering_array(factors: dict[str, list], *, strength: int) -> list[dict]:
-    """Rows, chosen greedily, in which every combination of values of ``strength`` factors occurs
-    at least once."""
+    """Return rows, chosen greedily, in which every combination of values of ``strength`` factors
+    occurs at least once."""
     random, names, rows = Random(0), list(factors), []
     missing = {
         tuple(zip(chosen, values, strict=True))

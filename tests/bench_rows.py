@@ -46,7 +46,7 @@ COMPRESSORS = {
 
 
 def identity(kind: str, *, variant: str, seed: int = 0, config: dict | None = None) -> dict:
-    """The provenance keys of a row."""
+    """Return the provenance keys of a row."""
     config = config or {
         "variant": {"name": variant},
         "model": {"d_model": 128, "layers": 4, "heads": 4},
@@ -67,8 +67,8 @@ def identity(kind: str, *, variant: str, seed: int = 0, config: dict | None = No
 
 
 def times(median_ms: float) -> dict:
-    """The 20th, 50th and 80th percentiles of the milliseconds of 12 calls, under the keys of a
-    row."""
+    """Return the 20th, 50th and 80th percentiles of the milliseconds of 12 calls, under the keys of
+    a row."""
     return {"p20": median_ms * 0.95, "p50": median_ms, "p80": median_ms * 1.1, "n": 12}
 
 
@@ -80,8 +80,8 @@ def cost_row(
     mode: str = "cold",
     **changes,
 ) -> dict:
-    """A row of ``bench.cost``. Times grow quadratically with ``length`` for the plain backend,
-    else linearly."""
+    """Return a row of ``bench.cost``. Times grow quadratically with ``length`` for the plain
+    backend, else linearly."""
     plain, spans = backend == "plain", {"mean": 40.0, "min": 32.0, "max": 64.0}
     step_ms, learned = length / 10 * (length / 256 if plain else 1), variant == "adaptive_span"
     row = identity("cost", variant=variant) | {
@@ -118,7 +118,7 @@ def cost_row(
 def peer_row(
     *, name: str = "x-transformers", bytes_per_second: float = 10_000.0, **changes
 ) -> dict:
-    """A row of ``bench.peers``."""
+    """Return a row of ``bench.peers``."""
     row = identity("peers", variant=name) | {
         "name": name,
         "package": "x-transformers",
@@ -163,8 +163,8 @@ def write_run(
     config: dict | None = None,
     **changes,
 ) -> Path:
-    """The folder of a finished run. ``bits`` is its score on valid, and ``changes`` are keys of
-    its summary."""
+    """Return the folder of a finished run. ``bits`` is its score on valid, and ``changes`` are keys
+    of its summary."""
     rows, summary = run_rows(variant=variant, seed=seed, bits=bits, config=config)
     digest = hashlib.sha256(str((variant, seed, bits, config)).encode()).hexdigest()
     folder = outputs / f"{variant}-s{seed}-{digest[:8]}"
@@ -177,7 +177,7 @@ def write_run(
 def run_rows(
     *, variant: str, seed: int = 0, bits: float = 2.4, config: dict | None = None
 ) -> tuple[list[dict], dict]:
-    """The record and the summary of a finished run; ``bits`` is its score on valid."""
+    """Return the record and the summary of a finished run; ``bits`` is its score on valid."""
     provenance = identity("provenance", variant=variant, seed=seed, config=config) | {
         "parameters": PARAMETERS
     }

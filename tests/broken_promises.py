@@ -16,12 +16,12 @@ SCALE, TABLE = torch.nn.Parameter(torch.ones(())), torch.ones(16)
 
 
 def with_input(change, base: type = Gate, **members) -> type:
-    """A sublayer whose input is replaced by ``change(self, x)``."""
+    """Return a sublayer whose input is replaced by ``change(self, x)``."""
     return toy(base, transform_input=change, **members)
 
 
 def with_output(change, base: type = Gate, **members) -> type:
-    """A sublayer whose output is replaced by ``change(self, y, x)``."""
+    """Return a sublayer whose output is replaced by ``change(self, y, x)``."""
     return toy(
         base,
         transform_output=lambda self, out, x, collect: out._replace(y=change(self, out.y, x)),
@@ -30,19 +30,19 @@ def with_output(change, base: type = Gate, **members) -> type:
 
 
 def with_map(change) -> type:
-    """A sublayer whose attention map is replaced by ``change(shares)``."""
+    """Return a sublayer whose attention map is replaced by ``change(shares)``."""
     return toy(broken.Mapped, changed=lambda self, shares: Inspection(change(shares)))
 
 
 def add_vectors(self, shares):
-    """A map with shares of learned vectors that do not exist, so that its rows sum to more than
-    1."""
+    """Return a map with shares of learned vectors that do not exist, so that its rows sum to more
+    than 1."""
     vectors = shares[..., :3]
     return Inspection(shares, torch.zeros(vectors.shape, dtype=torch.int64), vectors)
 
 
 def with_stats(statistics) -> type:
-    """A sublayer that returns ``statistics(y)`` where statistics are collected."""
+    """Return a sublayer that returns ``statistics(y)`` where statistics are collected."""
     return toy(
         transform_output=lambda self, out, x, collect: out._replace(
             stats=statistics(out.y) if collect else None
@@ -51,14 +51,14 @@ def with_stats(statistics) -> type:
 
 
 def with_loss(loss, **members) -> type:
-    """A sublayer with the auxiliary loss ``loss(self)``."""
+    """Return a sublayer with the auxiliary loss ``loss(self)``."""
     return toy(
         transform_output=lambda self, out, x, collect: out._replace(loss=loss(self)), **members
     )
 
 
 def clamped(low: float | None, high: float) -> dict:
-    """Members that add a parameter, clamped between two bounds."""
+    """Return members that add a parameter, clamped between two bounds."""
     return {"init": parameter(0.5), "project_": lambda self: self.extra.data.clamp_(low, high)}
 
 
@@ -67,7 +67,7 @@ def share_scale(self):
 
 
 def set_scale(self):
-    """A tensor that is not in the module's state_dict."""
+    """Return a tensor that is not in the module's state_dict."""
     self.scale = torch.randn(16)
 
 
@@ -85,7 +85,7 @@ def mean_in_training(self, x):
 
 
 def at_one_offset(self, x):
-    """The third byte of each block of eight sees the next byte."""
+    """Return the third byte of each block of eight sees the next byte."""
     return torch.where((torch.arange(x.shape[1]) % 8 == 2)[:, None], x.roll(-1, dims=1), x)
 
 
@@ -98,18 +98,18 @@ def bfloat16_nan(self, y, x):
 
 
 def one_type(self, y, x):
-    """Under autocast ``lerp`` receives both bfloat16 and float32."""
+    """Convert for autocast, under which ``lerp`` receives both bfloat16 and float32."""
     return self.value(x).lerp(x, 0.5) * self.gate(x)
 
 
 def exponentials(self, y, x):
-    """A logistic function whose exponential overflows."""
+    """Return a logistic function whose exponential overflows."""
     exponential = (9 * self.value(x)).exp()
     return self.gate(x).sigmoid() * exponential / (1 + exponential)
 
 
 def overflows_backwards(self, y, x):
-    """A finite output with a gradient that is not finite."""
+    """Return a finite output with a gradient that is not finite."""
     value = 9 * self.value(x)
     return self.gate(x).sigmoid() * torch.where(value > 80, value, value.exp())
 

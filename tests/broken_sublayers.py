@@ -56,7 +56,7 @@ class Delayed(Gate):
 
 
 def _ignoring(name: str, **choices: object) -> type[Attention]:
-    """A class of attention that replaces the choices of the run by ``choices``."""
+    """Return a class of attention that replaces the choices of the run by ``choices``."""
 
     def __init__(self, context: LayerContext):
         Attention.__init__(self, replace(context, **choices))

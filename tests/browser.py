@@ -26,7 +26,7 @@ FLAGS = (
 
 @contextmanager
 def chromium(folder: Path) -> Iterator[Chrome]:
-    """A browser with a fresh profile, which downloads to ``folder/downloads``."""
+    """Yield a browser with a fresh profile, which downloads to ``folder/downloads``."""
     programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
     require(
         all(programs),
@@ -54,13 +54,13 @@ def resize(driver: Chrome, width: int):
 
 
 def console(driver: Chrome) -> list[str]:
-    """Messages of the console since the last call."""
+    """Return messages of the console since the last call."""
     return [entry["message"] for entry in driver.get_log("browser")]
 
 
 def requests(driver: Chrome) -> list[str]:
-    """Addresses that pages have requested since the last call, except the browser's internal
-    pages."""
+    """Return the addresses that pages have requested since the last call, except the browser's
+    internal pages."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
     sent = [
         message["params"]

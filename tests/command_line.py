@@ -100,7 +100,7 @@ def run_folders(outputs: Path) -> list[Path]:
 
 
 def summaries(outputs: Path) -> list[dict]:
-    """The summaries of all runs, in the order of ``run_folders``."""
+    """Return the summaries of all runs, in the order of ``run_folders``."""
     return [json.loads((run / "summary.json").read_text()) for run in run_folders(outputs)]
 
 

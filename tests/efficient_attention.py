@@ -57,7 +57,7 @@ def check_arguments(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def softmax_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which the kernels compute scores and softmax."""
+    """Return the dtype in which the kernels compute scores and softmax."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -67,8 +67,8 @@ def scores(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> Ten
 
 
 def heads_inside(x: Tensor) -> Tensor:
-    """A copy of ``x [B, H, T, K]`` with the memory layout ``[B, T, H, K]``, in which the kernels
-    write."""
+    """Return a copy of ``x [B, H, T, K]`` with the memory layout ``[B, T, H, K]``, in which the
+    kernels write."""
     return torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype).copy_(x)
 
 

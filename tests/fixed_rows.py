@@ -9,8 +9,8 @@ from tests.bench_rows import cost_row, peer_row, write_rows, write_run
 
 
 def text_of(table: Table) -> str:
-    """All text of a table: a line each for title, caption, headings, rows, notes, details and
-    explanations."""
+    """Return all text of a table: a line each for title, caption, headings, rows, notes, details
+    and explanations."""
     rows = [
         [column.heading for column in table.columns],
         *([cell.text for cell in row] for row in table.rows),

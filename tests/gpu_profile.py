@@ -20,7 +20,7 @@ LONGEST = 15  # kernels that a row names
 
 
 def profile_step(*words: str) -> dict:
-    """The row of a configuration."""
+    """Return the row of a configuration."""
     worker = CostWorker(Task(config=dict(compose_config(*words))))
     row = worker.identity() | worker.build() | {"kind": "profile", "length": worker.span}
     worker.train_memory()  # compiles, and warms up

@@ -63,7 +63,7 @@ def model_of(
     heads: int = 2,
     **context,
 ) -> Callable[[], LanguageModel]:
-    """A function that makes a model of width 16 in which every layer has these sublayers."""
+    """Return a function that makes a model of width 16 in which every layer has these sublayers."""
 
     def make() -> LanguageModel:
         pool = {}
@@ -150,7 +150,7 @@ class Sums(Gate):
 def toy(
     base: type[Sublayer] = Gate, *, init: Callable[[Sublayer], object] | None = None, **members
 ) -> type[Sublayer]:
-    """A subclass with these members. Its constructor ends with ``init(self)``."""
+    """Return a subclass with these members. Its constructor ends with ``init(self)``."""
 
     def __init__(self, context: LayerContext):
         base.__init__(self, context)
@@ -160,5 +160,5 @@ def toy(
 
 
 def parameter(value: object) -> Callable[[Sublayer], None]:
-    """A function that registers a parameter ``extra``, for ``init`` of ``toy``."""
+    """Return a function that registers a parameter ``extra``, for ``init`` of ``toy``."""
     return lambda self: self.register_parameter("extra", nn.Parameter(torch.tensor(value)))

@@ -9,7 +9,7 @@ EXACT = {"rtol": 1e-12, "atol": 1e-10}
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Seeded standard normal numbers, a leaf that requires its gradient."""
+    """Return seeded standard normal numbers, a leaf that requires its gradient."""
     generator = torch.Generator().manual_seed(
         seed * 7919 + sum(n * 31**i for i, n in enumerate(shape))
     )

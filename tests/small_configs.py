@@ -33,7 +33,7 @@ TINY = (
 
 
 def compose_config(*overrides: str, name: str = "train") -> DictConfig:
-    """The configuration of a command. Hydra composes each selection of files once; other
+    """Return the configuration of a command. Hydra composes each selection of files once; other
     overrides change a copy."""
     parsed = {word: _parsed(word) for word in overrides}
     files = tuple(word for word, override in parsed.items() if _chooses_a_file(override))
@@ -60,8 +60,8 @@ LOAD_CONFIG = ConfigRepository.load_config
 
 
 def _load(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
-    """A copy of a configuration file that is read once, because reading takes half of the time
-    of a composition."""
+    """Return a copy of a configuration file that is read once, because reading takes half of the
+    time of a composition."""
     if config_path not in CACHED_FILES:
         CACHED_FILES[config_path] = LOAD_CONFIG(repository, config_path)
     if file := copy.copy(CACHED_FILES[config_path]):
@@ -75,7 +75,7 @@ def _parsed(word: str) -> Override:
 
 
 def _chooses_a_file(override: Override) -> bool:
-    """Whether the override selects a file, so that Hydra needs it before it reads files."""
+    """Return whether the override selects a file, so that Hydra needs it before it reads files."""
     group = override.key_or_group
     return (
         group in GROUPS
@@ -86,7 +86,7 @@ def _chooses_a_file(override: Override) -> bool:
 
 
 def jobs(words: list[str]) -> list[list[str]]:
-    """The words of each job of a sweep with these words."""
+    """Return the words of each job of a sweep with these words."""
     return [
         list(job)
         for job in BasicSweeper.split_arguments(
@@ -101,8 +101,8 @@ def variant_file(variant: str) -> dict:
 
 
 def small(variant: str) -> list[str]:
-    """Overrides that shrink a variant's sublayers to the sizes under ``small`` in its file,
-    which fit ``TINY``."""
+    """Return the overrides that shrink a variant's sublayers to the sizes under ``small`` in its
+    file, which fit ``TINY``."""
     node = (variant_file(variant).get("small") or {}).items()
     return [
         f"variant.{name}.{key}={'null' if value is None else value}"
@@ -113,7 +113,7 @@ def small(variant: str) -> list[str]:
 
 
 def sized(variant: str) -> list[str]:
-    """``variant=..``, ``small(variant)``, and the sizes of the model under ``small`` in the
+    """Return ``variant=..``, ``small(variant)``, and the sizes of the model under ``small`` in the
     variant's file."""
     sizes = (variant_file(variant).get("small") or {}).get("model") or {}
     return [
@@ -124,7 +124,7 @@ def sized(variant: str) -> list[str]:
 
 
 def plan(*overrides: str) -> Plan:
-    """The plan of ``python train.py`` with these overrides."""
+    """Return the plan of ``python train.py`` with these overrides."""
     return plan_run(compose_config(*overrides))
 
 

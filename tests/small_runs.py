@@ -99,19 +99,19 @@ def change_folder(cwd: Path, monkeypatch):
 
 
 def make_trainer(*overrides: str) -> Trainer:
-    """A trainer before its first step, without a run folder."""
+    """Return a trainer before its first step, without a run folder."""
     plan_ = plan(*SMALL, *overrides)
     return Trainer(plan_, corpora.load(**plan_.data), configure_torch(plan_.runtime))
 
 
 def saved(trainer: Trainer) -> dict:
-    """The content of a checkpoint."""
+    """Return the content of a checkpoint."""
     trainer.check_weights()
     return trainer.state.to_checkpoint(trainer.runtime.processes)
 
 
 def tensors(state) -> list[torch.Tensor]:
-    """All tensors of a carried state."""
+    """Return all tensors of a carried state."""
     return (
         [state]
         if isinstance(state, torch.Tensor)
@@ -120,7 +120,7 @@ def tensors(state) -> list[torch.Tensor]:
 
 
 def make_run(*overrides: str, processes: ProcessGroup = SINGLE) -> Run:
-    """The run that ``python train.py`` prepares in the current folder."""
+    """Return the run that ``python train.py`` prepares in the current folder."""
     hydra_config = copy.deepcopy(_hydra())
     hydra_config.hydra.overrides.task = [*SMALL, *overrides]
     HydraConfig.instance().set_config(hydra_config)
@@ -150,8 +150,8 @@ def whole_run(*overrides: str) -> tuple[Run, dict]:
 
 
 def rows_of(run: Run) -> list[dict]:
-    """The rows of the record without times, memory and commit. All else must be equal when a run
-    is repeated."""
+    """Return the rows of the record without times, memory and commit. All else must be equal when a
+    run is repeated."""
     differing = ("clock", "memory", "commit")
     rows = read_rows(run.folder.path / RECORD)
     return [{key: value for key, value in row.items() if key not in differing} for row in rows]

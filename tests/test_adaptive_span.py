@@ -118,7 +118,7 @@ def test_auxiliary_loss_is_the_weighted_mean_span_in_training_only(kind):
 
 
 def metrics_of(attention: Attention, x: torch.Tensor, *, cut: int) -> dict:
-    """Metrics over two segments, cut at byte ``cut``."""
+    """Return metrics over two segments, cut at byte ``cut``."""
     first = attention(x[:, :cut], None, starts(0), collect_stats=True)
     second = attention(x[:, cut:], first.state, starts(cut), collect_stats=True)
     return attention.metrics({name: first.stats[name] + second.stats[name] for name in first.stats})

@@ -97,7 +97,8 @@ TRUSTED = (*WORDS, f"trust=[{NAME}]")
 
 
 def resolve_adapter(node: object):
-    """``AnyModule`` with the keywords of a configuration whose key ``module`` is ``node``."""
+    """Return ``AnyModule`` with the keywords of a configuration whose key ``module`` is
+    ``node``."""
     adapter = {
         "_target_": "variants.any_module.AnyModule",
         "_partial_": True,
@@ -193,7 +194,7 @@ def test_a_module_is_accepted_only_under_the_key_module_and_from_trusted_package
 
 
 def adapted(**keywords) -> AnyModule:
-    """``AnyModule`` in a network of width 16 with a span of 8."""
+    """Return ``AnyModule`` in a network of width 16 with a span of 8."""
     common = {"d_model": 16, "layer": 0, "n_layers": 1, "heads": 2, "span": 8, "scheme": Position}
     return AnyModule(LayerContext(attend_self=False, **common), **{"honours": {}} | keywords)
 

@@ -19,13 +19,13 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 
 def files_on_page(title: str) -> list[str]:
-    """The files in the block under a title of the page, in order."""
+    """Return the files in the block under a title of the page, in order."""
     block = re.search(rf"^## {title}\n.*?^```\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
     return [line.split()[0] for line in block.splitlines() if not line.startswith(" ")]
 
 
 def files_on_stack() -> list[str]:
-    """The product's files on the call stack, from the outermost."""
+    """Return the product's files on the call stack, from the outermost."""
     paths = (frame.filename for frame in traceback.extract_stack())
     ours = (
         path.removeprefix(f"{ROOT}/")

@@ -57,7 +57,7 @@ def test_with_biases_and_a_span_over_all_keys_it_equals_torchs_multihead_attenti
 
 
 def lengths(state) -> list[int]:
-    """Number of past keys of each head."""
+    """Return the number of past keys of each head."""
     assert [k.shape for k in state[0]] == [v.shape for v in state[1]]
     return [k.shape[2] for k in state[0]]
 

@@ -79,7 +79,7 @@ class Mechanism(NamedTuple):
 
 
 def common_arguments(sublayer: Sublayer, case: Case, past: Tensor) -> dict:
-    """Keyword arguments that most references take."""
+    """Return the keyword arguments that most references take."""
     choices = {"attend_self": case.attend_self, "position": case.position, "past": past}
     choices |= {
         "past_is_constant": case.cache == "kv",
@@ -346,7 +346,7 @@ MECHANISMS = {
 
 
 def choices_of(mechanism: Mechanism) -> list[dict]:
-    """All combinations of choices to test. A factor named "a, b" sets both choices."""
+    """Return all combinations of choices to test. A factor named "a, b" sets both choices."""
     rows = covering_array(mechanism.factors, strength=2) if mechanism.factors else []
     return [
         *({name: x for n, v in row.items() for name, x in split(n, v)} for row in rows),
@@ -359,7 +359,7 @@ def split(names: str, values: object) -> list[tuple[str, object]]:
 
 
 def must_refuse(name: str, row: dict, backend: str) -> bool:
-    """Whether a backend must refuse these choices."""
+    """Return whether a backend must refuse these choices."""
     relative = name == "transformer_xl" or row.get("position") == "relative"
     dynamic = row.get("spans") == "dynamic" and backend in ("fused", "kernel")
     return dynamic or (

@@ -57,7 +57,7 @@ def plan(*words: str) -> Plan:
 
 
 def toy(cls: type, *words: str) -> Plan:
-    """A plan of two layers with a sublayer class of a test module."""
+    """Return a plan of two layers with a sublayer class of a test module."""
     node = f"+variant.toy={{_target_: {cls.__module__}.{cls.__name__}, _partial_: true}}"
     cfg = compose_config("data=recall", node, "variant.name=mine", "variant.layers=[toy]", *words)
     return plan_run(cfg, trusted=("tests",))

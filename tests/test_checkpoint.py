@@ -28,7 +28,7 @@ def test_the_newest_checkpoints_and_the_best_weights_stay(tmp_path):
 
 
 def equal_bits(a: object, b: object) -> bool:
-    """Whether nested values have the same types, shapes and bits, NaN and the sign of 0 in
+    """Return whether nested values have the same types, shapes and bits, NaN and the sign of 0 in
     tensors included."""
     if type(a) is not type(b):
         return False

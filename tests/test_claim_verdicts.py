@@ -11,7 +11,7 @@ CLAIMED = ("mhsa", "adaptive_span", "uniform_span", "replayed_spans", "all_atten
 
 
 def runs_with_scores(bits: dict[str, list[float]]) -> pd.DataFrame:
-    """Runs with these scores, one seed for each number."""
+    """Return runs with these scores, one seed for each number."""
     common = {STATE: 100, MEASURES["FLOPs per byte, %"]: 1e6}
     scores = [
         (name, seed, score) for name, seeds in bits.items() for seed, score in enumerate(seeds)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, summaries, train  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, summaries, train  # noqa: F401
 from tests.small_configs import VARIANT_NAMES
 from tests.timeouts import TIMEOUT_SECONDS
 
@@ -16,8 +16,8 @@ ALPHABET = b"abcdefghijklmnopqrstuvwxyz " * 1000
 
 
 def refused(cwd, *words) -> str:
-    """The one message of a training command that must end with exit code 2, before training, and
-    change no file."""
+    """Return the one message of a training command that must end with exit code 2, before training,
+    and change no file."""
     before = sorted(cwd.rglob("*"))
     outcome = train(*words)
     lines = [line for line in outcome.err.splitlines() if not line.startswith("data: downloading ")]

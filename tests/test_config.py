@@ -53,7 +53,7 @@ def test_every_file_is_planned_and_optimizers_and_recipes_take_a_step(file):
 
 
 def nodes(node, key):
-    """A configuration node and all nodes inside it, with their keys."""
+    """Yield a configuration node and all nodes inside it, with their keys."""
     yield key, node
     for name, value in node.items():
         if isinstance(value, dict):
@@ -72,7 +72,8 @@ def test_keys_in_the_files_are_keywords_of_the_constructors():
 
 
 def keywords_in(text):
-    """The plain keywords of all nodes with a target in a YAML file: class, name, value and line."""
+    """Yield the plain keywords of all nodes with a target in a YAML file: class, name, value and
+    line."""
     loader = yaml.SafeLoader(text)
     mappings = [loader.get_single_node()]
     for mapping in mappings:
@@ -92,8 +93,8 @@ def keywords_in(text):
 
 
 def default_of(cls, name):
-    """The default of a keyword, which a class may pass on to its base; ``Parameter.empty`` if it
-    has none."""
+    """Return the default of a keyword, which a class may pass on to its base; ``Parameter.empty``
+    if it has none."""
     signatures = (inspect.signature(base.__init__).parameters for base in cls.__mro__)
     return next(parameters[name].default for parameters in signatures if name in parameters)
 

@@ -335,7 +335,8 @@ def test_compressed_sizes_are_cached_by_content(tmp_path, cache, monkeypatch):
 
 
 def witten_bell(train: bytes, context: bytes, byte: int) -> float:
-    """The probability of a byte after a context by Witten-Bell smoothing, with naive counts."""
+    """Return the probability of a byte after a context by Witten-Bell smoothing, with naive
+    counts."""
     lower = witten_bell(train, context[1:], byte) if context else 1 / 256
     positions = [
         at for at in range(len(context), len(train)) if train[at - len(context) : at] == context

@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
         return True
 
     def lines(self) -> list[str]:
-        """All that was shown at some time, without the terminal's control sequences."""
+        """Return all that was shown at some time, without the terminal's control sequences."""
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.getvalue())
         return [line.rstrip() for line in re.split(r"[\r\n]", text) if line.strip()]
 

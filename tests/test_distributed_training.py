@@ -78,8 +78,8 @@ def set_muon_precision(trainer: Trainer, precision: str) -> Trainer:
 def distributed_trainer(
     processes: ProcessGroup, *overrides: str, precision: str = "float32"
 ) -> Trainer:
-    """A trainer with replicated or sharded parameters. Precision float64 makes runs comparable
-    despite rounding."""
+    """Return a trainer with replicated or sharded parameters. Precision float64 makes runs
+    comparable despite rounding."""
     plan_ = plan(*SMALL, *overrides)
     trainer = Trainer(
         plan_, corpora.load(**plan_.data), configure_torch(plan_.runtime, processes=processes)
@@ -91,7 +91,7 @@ def distributed_trainer(
 
 
 def digest(trainer: Trainer) -> str:
-    """SHA-256 of all parameters, gathered from all processes."""
+    """Return SHA-256 of all parameters, gathered from all processes."""
     weights = full_tensors(trainer.model.state_dict()).values()
     return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in weights)).hexdigest()
 
@@ -135,7 +135,7 @@ def change_folder(folder: str):
 
 
 def trained_and_resumed() -> dict:
-    """What ``train_and_score`` and ``run_to_end`` return: of the latter one for each folder
+    """Return what ``train_and_score`` and ``run_to_end`` return: of the latter one for each folder
     ``whole``, two for ``stopped``."""
     cwd, results = Path.cwd(), {}
     with join_processes() as processes:
@@ -151,7 +151,7 @@ def trained_and_resumed() -> dict:
 
 
 def record(folder: Path) -> list[dict]:
-    """The rows of the record without times and commit."""
+    """Return the rows of the record without times and commit."""
     (path,) = [path for path in folder.glob(f"outputs/*/{RECORD}") if not path.parent.is_symlink()]
     return [
         {key: value for key, value in row.items() if key not in ("clock", "commit")}

@@ -19,7 +19,7 @@ PROGRAMS = ("python", "torchrun", ".venv/bin/python")
 
 
 def commands() -> dict[tuple[str, ...], str]:
-    """The words after ``python`` or ``torchrun`` of every command on the pages, and the last
+    """Return the words after ``python`` or ``torchrun`` of every command on the pages, and the last
     page that has it."""
     pages = {}
     for page, text in TEXTS.items():

@@ -20,7 +20,7 @@ PINNED = [
 
 
 def keep_mask(seed: int, *, streams=2, heads=3, size=128, rate=0.3) -> Tensor:
-    """A mask ``[streams, heads, size, size]`` of the weights that dropout keeps."""
+    """Return a mask ``[streams, heads, size, size]`` of the weights that dropout keeps."""
     rows = dropout.row_numbers(torch.tensor(seed), streams, heads, size)
     return dropout.keep_mask(rows, torch.arange(size), rate)
 

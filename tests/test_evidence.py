@@ -75,7 +75,7 @@ def rates_file(folder, scores: dict[str, dict[str, float | None]], *, table="rat
 
 
 def text_stage(name: str, folder) -> list[tuple[str, ...]]:
-    """The words of the cells of a stage of the text table."""
+    """Return the words of the cells of a stage of the text table."""
     cells = stage_cells(STAGES[name], words=[], rows=folder, rates_of=RATES_OF)
     return [cell.words for cell in cells]
 

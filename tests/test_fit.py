@@ -27,7 +27,8 @@ MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
 
 
 def peak_bytes(words: tuple[str, ...]) -> int:
-    """Peak memory of the second training step, in a process that has computed nothing yet."""
+    """Return the peak memory of the second training step, in a process that has computed nothing
+    yet."""
     # With the variable ``set_allocator`` changes nothing. It is not set in the test's process,
     # whose later workers would inherit it, and glibc reads it at a start only.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def queries_keys_values(rows: int, keys: int, **choices) -> list[Tensor]:
-    """Queries, keys and values of 2 streams and 3 heads of width 8."""
+    """Return queries, keys and values of 2 streams and 3 heads of width 8."""
     return [torch.randn(2, 3, length, 8, **choices) for length in (rows, keys, keys)]
 
 
@@ -235,7 +235,7 @@ def memory_table(context: LayerContext, *, sparse: bool = False) -> ProductKeyMe
 
 
 def build(*makers, span: int = 24, backend: str = "auto", shift: int = 0) -> LanguageModel:
-    """A model of one layer with a sublayer from each of ``makers``."""
+    """Return a model of one layer with a sublayer from each of ``makers``."""
     torch.manual_seed(0)
     common = {
         "heads": H,
@@ -258,8 +258,8 @@ def per_byte(model: LanguageModel, segment: int) -> float:
 
 
 def band(segment: int, columns: int, chunk: int) -> int:
-    """FLOPs of one head that computes scores of ``chunk`` queries and all keys that any of them
-    sees."""
+    """Return FLOPs of one head that computes scores of ``chunk`` queries and all keys that any of
+    them sees."""
     rows = [min(chunk, segment - begin) for begin in range(0, segment, chunk)]
     return sum(4 * r * (columns - 1 + r) * K for r in rows)
 

@@ -19,7 +19,7 @@ CLAIM = re.compile(r"\d\s*(?:times|×|percent)(?!\w)|-fold|\bfaster\b|speed-?up"
 def line(
     variant: str, seed: int, test: float, *, status="finished", check="shipped", copies=None
 ) -> dict:
-    """A line that ``bench.evidence`` writes for a run."""
+    """Return a line that ``bench.evidence`` writes for a run."""
     _, run = run_rows(variant=variant, seed=seed, bits=test + 0.1)
     run |= {"status": status, "check": check, "budget": {"bytes": 9}, "protocol": {}}
     run |= {
@@ -235,7 +235,8 @@ def test_costs_rates_speeds_and_runs_on_a_gpu_of_other_conditions_are_refused(fo
 def recall_line(
     seed: int, accuracy: list[float], *, variant="mhsa", factor=1.0, **attention
 ) -> dict:
-    """A line of a run of recall by key: the accuracies of its validations, a megabyte apart."""
+    """Return a line of a run of recall by key: the accuracies of its validations, a megabyte
+    apart."""
     row = line(variant, seed, 2.0)
     row["summary"]["protocol"] = {"sequence": 64}
     options = {"name": variant, "attention": attention, "lr_scale": {"adamw": factor}}

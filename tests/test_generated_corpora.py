@@ -55,7 +55,7 @@ def test_streams_are_pinned_and_a_shorter_stream_is_a_prefix(name, make):
 
 
 def source_of(stream: bytes, at: int, distances) -> int:
-    """Position from which the small letter at ``at`` is copied, by definition. It may be
+    """Return position from which the small letter at ``at`` is copied, by definition. It may be
     negative."""
     return at - distances[(stream[at - 1] - ord("A")) % len(distances)]
 
@@ -102,7 +102,7 @@ def test_an_oracle_scores_the_floor_of_recall(n_bytes):
 
 
 def oracle(name: str, stream: bytes) -> list[float]:
-    """Bits of each byte for a predictor that knows the skill's rules and has read the stream
+    """Return bits of each byte for a predictor that knows the skill's rules and has read the stream
     from its beginning."""
     bits, memory, body, order, remaining_steps = [], {}, "", [], 0
     for at, character in enumerate(map(chr, stream)):

@@ -27,7 +27,8 @@ two devices."""
 
 
 def run_script(folder: Path, *words: str, fail: str = "none") -> tuple[int, list[list[str]], str]:
-    """Exit code of the script, the arguments of the commands that it ran, and what it printed."""
+    """Return the exit code of the script, the arguments of the commands that it ran, and what it
+    printed."""
     stub, calls = folder / "python", folder / "calls"
     stub.write_text(STUB)
     stub.chmod(0o755)

@@ -206,7 +206,7 @@ def test_a_key_of_weight_zero_with_the_largest_score_gives_a_finite_gradient_of_
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, z: Tensor, ramp: int) -> Tensor:
-    """Causal attention over all keys with a soft mask, by torch.clamp and autograd."""
+    """Return causal attention over all keys with a soft mask, by torch.clamp and autograd."""
     t = torch.arange(q.shape[2])
     x = t[:, None] - t
     weights = torch.clamp((ramp + z[:, None, None] - x) / ramp, 0, 1) * (x >= 0) * (q @ k.mT).exp()
@@ -243,7 +243,7 @@ SEPARATE = (
 
 
 def arguments_of(case: Case) -> tuple[Inputs, Window, frozenset[str]]:
-    """Inputs and window of a backend's forward and backward, and the names of inputs with a
+    """Return inputs and window of a backend's forward and backward, and the names of inputs with a
     gradient."""
     inputs = {name: x.detach() for name, x in case.inputs().items()}
     return Inputs(**inputs), case.hard_window(), frozenset(inputs) - {"bias"}

@@ -28,7 +28,7 @@ MAKES = {
 
 
 def build(make: type[Sublayer], case: Case, **keywords) -> Sublayer:
-    """The mechanism with a bias of the projections, where it may have one, and random
+    """Return the mechanism with a bias of the projections, where it may have one, and random
     parameters."""
     bias = {} if make is Linformer else {"bias": True}
     return with_random_mix(

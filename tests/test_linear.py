@@ -16,7 +16,7 @@ pytestmark = pytest.mark.numeric
 
 
 def performer_of(case: Case, *, scale: float = 1.0, **keywords) -> Performer:
-    """A Performer whose queries and keys are multiplied by ``scale``."""
+    """Return a Performer whose queries and keys are multiplied by ``scale``."""
     performer = case.build(Performer, **keywords)
     with torch.no_grad():
         performer.query.weight *= scale

@@ -12,7 +12,7 @@ CASE = Case(heads=3, span=12)
 
 
 def build(window: int, step: int, *, dilated: int = 2) -> Longformer:
-    """A layer of three heads, of which the last ``dilated`` have the dilation ``step``."""
+    """Return a layer of three heads, of which the last ``dilated`` have the dilation ``step``."""
     return CASE.build(Longformer, windows=(window,), dilation=(step,), dilated_heads=dilated)
 
 

@@ -41,7 +41,7 @@ def plan_of(variant: str, *words: str) -> Plan:
 
 
 def without_gradient(model: nn.Module, step) -> list[str]:
-    """Names of the parameters whose gradient in one training step is missing or zero."""
+    """Return the names of the parameters whose gradient in one training step is missing or zero."""
     with_gradient = set()
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(
@@ -56,7 +56,7 @@ def task(variant: str, *words: str, **more) -> Task:
 
 
 def cost_worker(variant: str, *words: str) -> CostWorker:
-    """A worker of ``bench.cost`` that has built its model, with learned spans."""
+    """Return a worker of ``bench.cost`` that has built its model, with learned spans."""
     worker = CostWorker(task(variant, *words, spans="learned"))
     worker.build()
     return worker

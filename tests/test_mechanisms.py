@@ -30,7 +30,7 @@ WIDTH, STREAMS = 32, 2
 
 
 def mechanism(variant: str, *words: str) -> Sublayer:
-    """The last sublayer of a variant that sees a past, in float64, with noise added to its
+    """Return the last sublayer of a variant that sees a past, in float64, with noise added to its
     initial parameters."""
     torch.manual_seed(0)
     model = plan(*TINY, *sized(variant), "data=recall", *words).make_model()
@@ -43,7 +43,7 @@ def inputs(length: int, *, streams: int = STREAMS) -> Tensor:
 
 
 def starts(position: int, *, streams: int = STREAMS) -> Tensor:
-    """The same stream position for every stream."""
+    """Return the same stream position for every stream."""
     return torch.full((streams,), position)
 
 

@@ -48,7 +48,7 @@ def build(*overrides: str, seed: int = 0) -> LanguageModel:
 def logits_of_torch(
     model: LanguageModel, tokens: Tensor, *, sinusoidal: bool, after: bool, tied: bool
 ) -> Tensor:
-    """The logits of encoder layers of torch with the parameters of ``model``, for bytes from
+    """Return the logits of encoder layers of torch with the parameters of ``model``, for bytes from
     position START on."""
     x = model.embedding(tokens) * model.scale
     if sinusoidal:

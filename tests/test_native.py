@@ -83,8 +83,8 @@ def test_several_processes_may_build_a_library_at_once(source, tmp_path):
 
 
 def kernel_outputs(threads: int) -> list[torch.Tensor]:
-    """Outputs and gradients of the kernels in both precisions, at sizes that are not multiples
-    of the vector width."""
+    """Return outputs and gradients of the kernels in both precisions, at sizes that are not
+    multiples of the vector width."""
     outputs = []
     torch.set_num_threads(threads)
     for dtype in (torch.float32, torch.float64):

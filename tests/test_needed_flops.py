@@ -35,7 +35,7 @@ CASES = {
 
 
 def visible_distances(attention, head: int) -> list[int]:
-    """Distances at which the mask gives a key a weight above 0."""
+    """Return distances at which the mask gives a key a weight above 0."""
     span = attention.span
     if (z := span(torch.zeros(1, 1, D, dtype=DOUBLE))) is None:
         return list(range(span.span))
@@ -45,8 +45,8 @@ def visible_distances(attention, head: int) -> list[int]:
 
 
 def by_loops(attention, *, segment: int, carried: int, relative: bool) -> tuple[int, int]:
-    """Forward and backward FLOPs of a segment, counted product by product. Key 0 is the first
-    key of the segment."""
+    """Return the forward and backward FLOPs of a segment, counted product by product. Key 0 is the
+    first key of the segment."""
     width, hidden = attention.d_head, attention.cache == "hidden"
     forward = backward = 0
     for name in (*attention.maps, "output"):
@@ -104,7 +104,8 @@ def test_needed_flops_of_attention_equal_those_of_loops(sizes):
 
 
 def executed(sublayer: Sublayer, x: torch.Tensor, state=None, start=None) -> tuple[int, int]:
-    """Executed forward and backward FLOPs per byte of a sublayer whose input has a gradient."""
+    """Return the executed forward and backward FLOPs per byte of a sublayer whose input has a
+    gradient."""
     forward = count_flops(lambda: sublayer(x, state, start)).total
     total = count_flops(lambda: sublayer(x, state, start).y.sum().backward(), gradients=True).total
     return forward / x[..., 0].numel(), (total - forward) / x[..., 0].numel()
@@ -145,7 +146,7 @@ def test_a_sublayer_without_needed_flops_is_charged_three_forwards_and_named():
 
 
 def charged(run) -> list[int]:
-    """FLOPs charged for each of the first eight steps of a run."""
+    """Return FLOPs charged for each of the first eight steps of a run."""
     spent = [0]
     for _ in range(8):
         run.step()

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.numeric
 
 
 def adagrad_reference(weights, gradients, *, lr, clip, eps):
-    """The update of the published code, in Python floats by loops over numbers."""
+    """Return the update of the published code, in Python floats by loops over numbers."""
     totals = [[0.0] * len(weight) for weight in weights]
     for tensors in gradients:
         for weight, total, gradient in zip(weights, totals, tensors, strict=True):

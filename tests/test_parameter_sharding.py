@@ -112,7 +112,7 @@ def sublayer_steps(processes: ProcessGroup, shard: str) -> dict:
 
 
 def scores(processes: ProcessGroup) -> dict:
-    """Scores of 1 stream, of 7 streams and of windows, and the random numbers and streams of
+    """Return scores of 1 stream, of 7 streams and of windows, and the random numbers and streams of
     each process."""
     run = distributed_trainer(
         processes, *VARIANTS["product_key_memory"], "batch.streams=6", precision="float64"
@@ -133,8 +133,8 @@ def scores(processes: ProcessGroup) -> dict:
 
 
 def averaged_gradients(processes: ProcessGroup) -> list[Tensor | None]:
-    """Averages of a dense and a sparse gradient that rank 1 lacks, and of a gradient that all
-    ranks lack."""
+    """Return averages of a dense and a sparse gradient that rank 1 lacks, and of a gradient that
+    all ranks lack."""
     parameters = [nn.Parameter(torch.zeros(3, 2)) for _ in range(3)]
     if processes.rank != 1:
         parameters[0].grad = torch.full((3, 2), 3.0)

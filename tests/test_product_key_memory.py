@@ -27,7 +27,7 @@ CHOICES = {"query_norm": "layer", "activation": "softmax", "share": "layer", "sp
 
 
 def with_noise(memory: ProductKeyMemory) -> ProductKeyMemory:
-    """The memory in float64 with a random norm, whose initial values 1 and 0 would hide
+    """Return the memory in float64 with a random norm, whose initial values 1 and 0 would hide
     mistakes."""
     for parameter in memory.to(DOUBLE).norm.parameters():
         torch.nn.init.normal_(parameter, mean=0.5)
@@ -41,7 +41,7 @@ def build(context: LayerContext | None = None, seed: int | None = 0, **changes) 
 
 
 def weights_of(memory: ProductKeyMemory) -> dict:
-    """The reference's arguments."""
+    """Return the reference's arguments."""
     kind = {torch.nn.LayerNorm: "layer", torch.nn.BatchNorm1d: "batch"}.get(type(memory.norm))
     weights = {
         "query_weight": memory.query.weight,
@@ -114,8 +114,8 @@ def test_output_and_every_gradient_of_its_successors_equal_those_of_the_referenc
 
 
 def best_of_all(first: Tensor, second: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of all slots, the ``top_k`` best scores, and their slots. Slots of equal scores are
-    in ascending order."""
+    """Return scores of all slots, the ``top_k`` best scores, and their slots. Slots of equal scores
+    are in ascending order."""
     scores = (first[..., :, None] + second[..., None, :]).flatten(-2)
     return scores, *(part[..., :top_k] for part in scores.sort(descending=True, stable=True))
 

@@ -77,7 +77,7 @@ def count(tensors: Iterator[Tensor]) -> int:
 
 
 def embedding_and_head(d: int, vocabulary: int) -> int:
-    """Parameters of an embedding and an untied head with a bias."""
+    """Return parameters of an embedding and an untied head with a bias."""
     return 2 * vocabulary * d + vocabulary
 
 
@@ -144,7 +144,7 @@ def test_flags_equal_those_of_the_published_scripts(name):
 
 
 def keys_set_by(name: str) -> set[str]:
-    """Keys that are set by the file of a recipe or by files that it includes."""
+    """Return keys that are set by the file of a recipe or by files that it includes."""
     node = OmegaConf.to_container(OmegaConf.load(CONF / "recipe" / f"{name}.yaml"))
     parents = [entry for entry in node.pop("defaults", []) if isinstance(entry, str)]
     keys = {f"{section}.{key}" for section, part in node.items() for key in part}

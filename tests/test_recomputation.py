@@ -11,7 +11,7 @@ from harness.loop.step import train_step
 from harness.record.comparison import cost_conditions
 from tests.bench_rows import cost_row
 from tests.small_configs import plan
-from tests.small_runs import CARRY, DROPOUT, MEMORY, SPANS, make_trainer, temporary_cwd  # noqa: F401 - a fixture
+from tests.small_runs import CARRY, DROPOUT, MEMORY, SPANS, make_trainer, temporary_cwd  # noqa: F401
 from variants.attention import Attention
 from variants.conformance.fixture import state_tensors
 
@@ -31,7 +31,7 @@ CASES = {
 
 
 def after_two_steps(*words: str, compiled: bool = False):
-    """A trainer in float64 after two steps, with the gradients of the second step."""
+    """Return a trainer in float64 after two steps, with the gradients of the second step."""
     torch.manual_seed(7)
     trainer = make_trainer("optim=adamw", "model.head_zero_init=false", *words)
     trainer.model.double()

@@ -31,14 +31,15 @@ HARD = torch.zeros(T, T, dtype=torch.float64).masked_fill(
 
 
 def projected(*names: str) -> list[Tensor]:
-    """Projections of X for each head, ``[B, H, T, K]``."""
+    """Return projections of X for each head, ``[B, H, T, K]``."""
     return [(X @ WEIGHTS[name].T).unflatten(-1, (H, -1)).transpose(1, 2) for name in names]
 
 
 def by_torch(
     bias: Tensor, *, more_keys: Tensor | None = None, more_values: Tensor | None = None
 ) -> Tensor:
-    """The attention of ``ARGUMENTS`` by torch, with ``bias [.., T, keys]`` added to the scores.
+    """Return the attention of ``ARGUMENTS`` by torch, with ``bias [.., T, keys]`` added to the
+    scores.
 
     Args:
         more_keys, more_values: ``[H, N, K]``, appended to keys and values."""
@@ -124,7 +125,7 @@ def test_the_soft_mask_its_gradient_at_the_kinks_and_the_span_loss_equal_hand_co
 
 
 def soft(z: Tensor, *, ramp: int) -> Tensor:
-    """The soft mask m_z(x) of every query and key, ``[..., T, T]``, for ``z [..., 1, 1]`` or
+    """Return the soft mask m_z(x) of every query and key, ``[..., T, T]``, for ``z [..., 1, 1]`` or
     ``[..., T, 1]``."""
     return torch.clamp((ramp + z - DISTANCES) / ramp, 0, 1)
 

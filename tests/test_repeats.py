@@ -15,7 +15,7 @@ CONTEXT = repeats.CONTEXT
 
 
 def reference_masks(split: bytes, train: bytes) -> dict[str, list[bool]]:
-    """The masks by loops over bytes."""
+    """Return the masks by loops over bytes."""
     masks = {f"{low} to {high}": [] for low, high in repeats.DISTANCES}
     for target in range(1, len(split)):
         context = split[target - CONTEXT : target] if target >= CONTEXT else None

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.small_configs import TINY, plan
-from tests.small_runs import VARIANTS, make_run, make_trainer, temporary_cwd, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import VARIANTS, make_run, make_trainer, temporary_cwd, whole_run  # noqa: F401
 from variants.attention import Attention
 
 SPANS = [[0.0, 5.5], [3.0, 16.0]]

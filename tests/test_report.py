@@ -296,7 +296,7 @@ def test_costs_have_percentiles_from_20_calls_on_and_tables_by_machine_and_sourc
 
 
 def mutated(random: Random, row: dict) -> dict:
-    """A copy of ``row`` in which one to three keys, at any depth, are deleted or changed."""
+    """Return a copy of ``row`` in which one to three keys, at any depth, are deleted or changed."""
     row = copy.deepcopy(row)
     for _ in range(random.randint(1, 3)):
         node = row

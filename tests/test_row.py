@@ -18,7 +18,8 @@ KINDS = {"valid": Score, "test": Score, "cost": Cost, "peers": Peers}
 
 
 def parsed(row: dict, kind: type) -> object:
-    """A row of this kind. Keys that it does not declare pass, and all keys keep their order."""
+    """Return a row of this kind. Keys that it does not declare pass, and all keys keep their
+    order."""
     read = TypeAdapter(kind).validate_json(json.dumps(row))
     known = vars(read).copy()
     vars(read).clear()
@@ -29,7 +30,8 @@ def parsed(row: dict, kind: type) -> object:
 
 
 def published(row: dict) -> object:
-    """A committed row with its parts as dataclasses, but for the one key of its provenance."""
+    """Return a committed row with its parts as dataclasses, but for the one key of its
+    provenance."""
     if "cell" in row:
         finished = row["summary"]["status"] == "finished"
         summary = parsed(row["summary"], Summary if finished else Failed)

@@ -18,7 +18,7 @@ from harness.record.folder import Identity, RunFolder, config_hash
 from harness.record.rows import RECORD, SUMMARY, to_json
 from tests import bench_rows
 from tests.small_configs import plan
-from tests.small_runs import SMALL, make_run, run_to_end, stop, temporary_cwd  # noqa: F401 - a fixture
+from tests.small_runs import SMALL, make_run, run_to_end, stop, temporary_cwd  # noqa: F401
 from train import train
 
 IDENTITY = Identity(

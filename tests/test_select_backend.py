@@ -60,7 +60,7 @@ def compared(monkeypatch) -> list[str]:
 
 
 def offering(*offered: str, **runtime_keys: object) -> Plan:
-    """A plan whose attention offers these backends."""
+    """Return a plan whose attention offers these backends."""
     config = OmegaConf.to_container(
         compose_config("variant=mhsa", "data=recall", *TINY), resolve=True
     )

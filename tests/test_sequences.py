@@ -17,7 +17,7 @@ from harness.data.sequences import Sequences, sample_sequences, scored_sequences
 from harness.loop.scoring import NOT_CAUSAL, score_sequences
 from harness.record.folder import config_hash
 from tests.small_configs import plan
-from tests.small_runs import make_trainer, rows_of, temporary_cwd, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import make_trainer, rows_of, temporary_cwd, whole_run  # noqa: F401
 from tests.test_evaluate import evaluate_run
 
 NEWLINE = ord("\n")
@@ -29,7 +29,7 @@ RECALL += ("batch.segment=16",)
 
 
 def pairs_of(stream: np.ndarray, sequence: int) -> list[list[str]]:
-    """The pairs of a key and its digit of each sequence."""
+    """Return the pairs of a key and its digit of each sequence."""
     text = bytes(stream).decode()
     starts = range(0, len(text), sequence)
     return [[text[at : at + 2] for at in range(start, start + sequence, 2)] for start in starts]
@@ -91,7 +91,7 @@ def test_the_corpus_is_cut_between_sequences():
 
 
 def table(n: int) -> torch.Tensor:
-    """A split of ``n`` sequences of four bytes, which all have the sequence's number."""
+    """Return a split of ``n`` sequences of four bytes, which all have the sequence's number."""
     return torch.arange(n, dtype=torch.uint8).repeat_interleave(4)
 
 

@@ -36,8 +36,8 @@ CASES |= {
 
 
 def train_and_resume(processes: ProcessGroup, words: tuple[str, ...]) -> dict:
-    """Scores of all steps and final weights, of a run and of one resumed from its middle, or why
-    the run is refused."""
+    """Return scores of all steps and final weights, of a run and of one resumed from its middle, or
+    why the run is refused."""
     results, middle, first = {}, None, []
     try:
         for name in ("whole", "resumed"):

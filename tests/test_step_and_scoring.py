@@ -159,8 +159,8 @@ def random_bytes(n_bytes: int) -> Tensor:
 
 @torch.no_grad()
 def byte_by_byte(model, split: Tensor, *, first: int, end: int) -> list[float]:
-    """Nats of pairs ``first`` to ``end - 1``, by a forward pass for each byte. The first pass
-    has no state."""
+    """Return nats of pairs ``first`` to ``end - 1``, by a forward pass for each byte. The first
+    pass has no state."""
     nats, state = [], None
     for pair in range(first, end):
         out = model(split[pair].long().view(1, 1), state)

@@ -14,7 +14,7 @@ from harness.device.stop_signal import StopSignal
 from harness.record import checkpoint
 from tests import command_line
 from tests.command_line import GENERATED, ROOT, run_folders
-from tests.small_runs import after_step, make_run, run_to_end, temporary_cwd  # noqa: F401 - a fixture
+from tests.small_runs import after_step, make_run, run_to_end, temporary_cwd  # noqa: F401
 
 STOPPING = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 

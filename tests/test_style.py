@@ -61,13 +61,13 @@ THIRD_PARTY_ALLOWED = ("harness", "bench")  # folders with a rule for imports of
 
 
 def folder_of(path: Path) -> str:
-    """The folder of a file, or the file if it has a rule of its own."""
+    """Return the folder of a file, or the file if it has a rule of its own."""
     path = path.relative_to(ROOT)
     return path.as_posix() if path.as_posix() in ALLOWED_IMPORTS else path.parent.as_posix()
 
 
 def imported(path: Path) -> set[str]:
-    """Names that a file imports anywhere. ``from a import b`` gives a.b, even if b is not a
+    """Return names that a file imports anywhere. ``from a import b`` gives a.b, even if b is not a
     module."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -102,7 +102,7 @@ def module_name(path: Path) -> str:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """For each module of the product, those that it imports anywhere."""
+    """Return for each module of the product, those that it imports anywhere."""
     paths = {module_name(path): path for path in PRODUCT}
 
     def module(name: str) -> str | None:
@@ -153,9 +153,7 @@ def test_imports_have_no_cycle_of_modules_or_folders():
 
 def test_no_file_is_named_util_and_no_product_file_has_more_than_500_lines():
     assert not [path for path in [*PRODUCT, *TESTS] if path.stem.startswith("util")]
-    assert not {
-        path.name: n for path in PRODUCT if (n := len(path.read_text().splitlines())) > 500
-    }
+    assert not {path.name: n for path in PRODUCT if (n := len(path.read_text().splitlines())) > 500}
 
 
 def test_the_code_of_bench_names_no_variant():

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from harness.device import torch_settings
 from harness.loop.trainer import Trainer
-from tests.command_line import GENERATED, ROOT, call, empty_folder, summaries, train  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, ROOT, call, empty_folder, summaries, train  # noqa: F401
 from tests.small_configs import jobs, plan
 
 

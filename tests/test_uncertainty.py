@@ -115,7 +115,7 @@ def test_verdicts_need_three_common_seeds_and_are_ties_by_holms_p():
 
 
 def p_of(estimate, frame: pd.DataFrame) -> float:
-    """The p of an estimate by the pooled variance, before Holm's correction."""
+    """Return the p of an estimate by the pooled variance, before Holm's correction."""
     square = pooled_variance(frame)
     t = abs(estimate.mean) / math.sqrt(square.variance / estimate.n)
     return 2 * (1 - t_below(t, freedom=square.freedom))

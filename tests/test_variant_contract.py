@@ -46,7 +46,7 @@ once."""
 
 
 def broken(plan: Plan) -> list[str]:
-    """Broken promises of a plan, shrunk to small sizes."""
+    """Return the broken promises of a plan, shrunk to small sizes."""
     small = shrink(plan)
     variant = {
         name: node for name, node in small.config["variant"].items() if name not in IRRELEVANT_KEYS

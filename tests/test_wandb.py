@@ -19,7 +19,7 @@ from harness.plan.build import plan_run
 from harness.record.rows import read_rows
 from harness.record.wandb_run import WandbRun, metrics_of
 from tests import script_process
-from tests.command_line import GENERATED, ROOT, TINY, call, empty_folder, run_folders, summaries  # noqa: F401 - a fixture
+from tests.command_line import GENERATED, ROOT, TINY, call, empty_folder, run_folders, summaries  # noqa: F401
 from tests.small_configs import CONF, compose_config, plan
 from tests.timeouts import TIMEOUT_SECONDS
 
@@ -49,7 +49,7 @@ def offline(tmp_path_factory) -> tuple[Path, dict[str, str]]:
 
 
 def inspect(run: Path, environment: dict[str, str], *options: str) -> list[dict]:
-    """What W&B prints about the only W&B file of a run folder."""
+    """Return what W&B prints about the only W&B file of a run folder."""
     (file,) = (run / "wandb").glob("offline-run-*")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *options, str(file)]
     process = {
@@ -311,7 +311,7 @@ def test_a_run_that_was_killed_and_resumed_has_each_row_once(offline, tmp_path):
 
 
 def _without_empty(node: dict) -> dict:
-    """A configuration without its empty sections, which W&B does not store."""
+    """Return a configuration without its empty sections, which W&B does not store."""
     inner = {
         key: _without_empty(leaf) if isinstance(leaf, dict) else leaf for key, leaf in node.items()
     }

@@ -54,8 +54,8 @@ summed over streams."""
 def build(
     name: str, options: dict, part: str, *, architecture: int, dtype: str, width: int, dropout: bool
 ) -> tuple:
-    """Registers of a thread, bytes that it spills, and bytes of shared memory, as the compiler
-    reports them."""
+    """Return the registers of a thread, bytes that it spills, and bytes of shared memory, as the
+    compiler reports them."""
     kernel, persistent = getattr(kernels, name), "persistent" in part
     constants = (
         {"ALL": False, "SEGMENT_ONLY": True, "table": None, "DROP": 2**30, "SCALE": 1.25}

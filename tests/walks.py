@@ -27,7 +27,7 @@ RAMP = 61_681  # a ramp that no other number of the configuration equals
 
 
 def is_ours(code: CodeType) -> bool:
-    """Whether this is the code of a function or lambda of the product."""
+    """Return whether this is the code of a function or lambda of the product."""
     path = Path(code.co_filename)
     inside = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PRODUCT
     return inside and code.co_name not in COMPREHENSIONS
@@ -80,7 +80,8 @@ class Walk(contextlib.AbstractContextManager):
 
 
 def walks_of_run(path: Path) -> dict[str, set[CodeType]]:
-    """Walks of a run that is trained in the folder ``path`` and published by ``bench.evidence``."""
+    """Return the walks of a run that is trained in the folder ``path`` and published by
+    ``bench.evidence``."""
     words = ("variant=mhsa", "seed=0", f"outputs={path / 'mhsa-0'}", *QUIET)
     number = run_to_end(make_run(*words))["test_bits_per_byte"]
     fused = make_run(*words, "runtime.backend=fused", "force=true").trainer
@@ -119,7 +120,8 @@ def walks_of_run(path: Path) -> dict[str, set[CodeType]]:
 
 
 def walk_of_key() -> set[CodeType]:
-    """The functions that carry ``variant.attention.span.ramp``, or lead to ``AdaptiveSpan``."""
+    """Return the functions that carry ``variant.attention.span.ramp``, or lead to
+    ``AdaptiveSpan``."""
     sizes = ("variant=adaptive_span", f"variant.attention.span.ramp={RAMP}", "batch.segment=16")
     with Walk(RAMP, target="AdaptiveSpan.__init__") as key:
         make_run(*sizes, *QUIET)

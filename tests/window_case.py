@@ -17,7 +17,7 @@ from variants.position import alibi_slopes
 def kernel(
     q: Tensor, k: Tensor, v: Tensor, visible: Window, *, dropout: float = 0.0, seed=None, **added
 ) -> Tensor:
-    """The CPU kernel, called with a past and a segment. Two groups of heads have pasts of
+    """Return the CPU kernel, called with a past and a segment. Two groups of heads have pasts of
     different lengths."""
     past, half, pasts = k.shape[2] - q.shape[2], q.shape[1] // 2, []
     of_keys = [k, v] if added.get("key_bias") is None else [k, v, added["key_bias"]]
@@ -31,7 +31,7 @@ def kernel(
 
 
 def packed(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The backend ``attend``, called with the visible keys of all heads concatenated."""
+    """Return the backend ``attend``, called with the visible keys of all heads concatenated."""
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, visible: Window, *, key_bias: Tensor | None = None, **added
@@ -51,8 +51,8 @@ def packed(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def packed_inputs(inputs: Inputs, visible: Window) -> Inputs:
-    """Inputs whose keys, values and key biases are those that each head may see, one head after
-    another."""
+    """Return inputs whose keys, values and key biases are those that each head may see, one head
+    after another."""
     counts = [
         min(inputs.k.shape[2], n - 1 + visible.shift + inputs.q.shape[2]) for n in visible.max_keys
     ]
@@ -97,7 +97,7 @@ class Case:
         return self.streams, len(self.max_keys), self.T
 
     def inputs(self) -> dict[str, Tensor]:
-        """Tensors by their names in ``Inputs``; all but a bias of columns require their
+        """Return tensors by their names in ``Inputs``; all but a bias of columns require their
         gradient."""
         heads, columns = len(self.max_keys), max(self.max_keys)
         shapes = {
@@ -133,7 +133,7 @@ class Case:
         }
 
     def call(self, attend: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Tensor:
-        """The output of a backend, with a fixed seed for dropout."""
+        """Return the output of a backend, with a fixed seed for dropout."""
         fields = Inputs(**inputs)
         added = {
             name: getattr(fields, name)
@@ -153,7 +153,7 @@ class Case:
         )
 
     def hard_window(self) -> Window:
-        """The window without spans, as ``forward`` and ``backward`` of a backend take it."""
+        """Return the window without spans, as ``forward`` and ``backward`` of a backend take it."""
         return Window(self.max_keys, self.shift, ramp=self.ramp if self.z else 0)
 
 

@@ -25,8 +25,8 @@ from variants.kernels.window import soft_mask
 
 
 def bucket(max_keys: int) -> int:
-    """Round up to a multiple of a step, so that learned spans have few shapes. The step is 64 below
-    256 keys, and 1/4 to 1/2 of ``max_keys`` from 256 on."""
+    """Round up to a multiple of a step, so that learned spans have few shapes. The step is
+    64 below 256 keys, and 1/4 to 1/2 of ``max_keys`` from 256 on."""
     step = max(64, 2 ** (max_keys.bit_length() - 2))
     return -(-max_keys // step) * step
 

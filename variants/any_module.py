@@ -169,7 +169,7 @@ def _build(make: functools.partial) -> nn.Module:
 
 
 def _ignores_unknown_keywords(make: functools.partial) -> bool:
-    """Whether a constructor accepts a keyword of any name without an error."""
+    """Return whether a constructor accepts a keyword of any name without an error."""
     try:
         with torch.random.fork_rng(devices=[]):
             make(an_unknown_keyword=None)

@@ -211,7 +211,8 @@ class Attention(MultiHead, OnKernels):
         return backend.attend(q, keys, visible, sink=self.sink, **options)
 
     def is_traced(self, device: torch.device) -> bool:
-        """Whether a compiled graph includes attention, which otherwise runs between two graphs."""
+        """Return whether a compiled graph includes attention, which otherwise runs between two
+        graphs."""
         if not torch.compiler.is_compiling():
             return False
         backend = self.chosen_backend(device)

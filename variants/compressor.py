@@ -56,7 +56,8 @@ class Compressor(nn.Module):
             self.places = nn.Parameter(torch.zeros(heads, ratio))  # b
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Compress concatenated keys and values, ``[B, M, r, 2 H K]`` to ``[B, M, 2 H K]``."""
+        """Compress concatenated keys and values, ``[B, M, r, 2 H K]`` to ``[B, M, 2 H
+        K]``."""
         dtype = torch.promote_types(rows.dtype, torch.float32)
         if self.kind == "mean":
             return rows.mean(dim=2, dtype=dtype).to(rows.dtype)

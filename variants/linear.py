@@ -109,8 +109,8 @@ class CarriedSums(MultiHead):
         return super().ideal_flops() + 2 * self.heads * self.features * (2 * self.d_head + 1)
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """All bytes have equal FLOPs; the backward pass has two products for each product of the
-        forward pass."""
+        """Return all bytes have equal FLOPs; the backward pass has two products for each product of
+        the forward pass."""
         return NeededFlops.of_products(self.ideal_flops())
 
 
@@ -139,7 +139,7 @@ class LinearAttention(CarriedSums):
     def _means(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State
     ) -> tuple[Tensor, State]:
-        """The state is S and z, ``[B, H, F, K + 1]``."""
+        """Return the state is S and z, ``[B, H, F, K + 1]``."""
         dtype = torch.promote_types(v.dtype, torch.float32)
         with without_autocast(v.device):
             q, k, decay = self.map(q.to(dtype)), self.map(k.to(dtype)), self.log_decay(x.to(dtype))

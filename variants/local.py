@@ -76,8 +76,8 @@ class LocalAttention(Attention):
         *,
         collect_stats: bool = False,
     ) -> SublayerOutput:
-        """The state is the number of bytes in the open block, int64 ``[B]``, and the last M - 1
-        keys and values of the stream, ``[B, H, M - 1, K]`` each, or inputs ``[B, M - 1, D]``,
+        """Return the state is the number of bytes in the open block, int64 ``[B]``, and the last M
+        - 1 keys and values of the stream, ``[B, H, M - 1, K]`` each, or inputs ``[B, M - 1, D]``,
         padded with zeros in front."""
         state, before = self.key_before(state, x)
         segment, length = self.project_qkv(x, start_of(x, start), before), x.shape[1]
@@ -221,7 +221,7 @@ class LocalAttention(Attention):
 
 
 def is_on_host(x: Tensor) -> bool:
-    """Whether the elements of a tensor can be read without waiting for a device."""
+    """Return whether the elements of a tensor can be read without waiting for a device."""
     return (
         x.device.type == "cpu"
         and not torch.compiler.is_compiling()

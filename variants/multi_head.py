@@ -126,8 +126,8 @@ class MultiHead(Sublayer):
     def shift_rows(
         self, rows: Tensor, before: Tensor | None, name: str = "key_shift", *, first: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Do the same for ``rows [B, T, m]``, whose keys ``[B, T, G K]`` are the columns from
-        ``first`` on."""
+        """Do the same for ``rows [B, T, m]``, whose keys ``[B, T, G K]`` are the columns
+        from ``first`` on."""
         if getattr(self, name) is None:
             return rows, None
         columns = (first, first + self.kv_heads * self.d_head)

@@ -102,8 +102,8 @@ class NativeSparse(Attention):
         *,
         collect_stats: bool = False,
     ) -> SublayerOutput:
-        """The state is that of the window, keys and values of blocks ``[B, P, 2 G K]``, and the
-        number of bytes in the open block ``[B]``. If keys are shifted, the last unmixed keys of
+        """Return the state is that of the window, keys and values of blocks ``[B, P, 2 G K]``, and
+        the number of bytes in the open block ``[B]``. If keys are shifted, the last unmixed keys of
         window and blocks are carried, too."""
         start, rows = start_of(x, start), self.far(x)
         initial = (None, rows[:, :0], torch.zeros_like(start))

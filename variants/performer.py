@@ -68,7 +68,7 @@ class Performer(CarriedSums):
     def _means(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State
     ) -> tuple[Tensor, State]:
-        """The state is S and M of ``kernels/carried_sums.py``."""
+        """Return the state is S and M of ``kernels/carried_sums.py``."""
         dtype = torch.promote_types(v.dtype, torch.float32)
         with without_autocast(v.device):
             q, k, directions = (
@@ -97,7 +97,7 @@ class Performer(CarriedSums):
         return super().ideal_flops() + 4 * self.heads * self.features * self.d_head
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """All bytes have equal FLOPs; W has no gradient."""
+        """Return all bytes have equal FLOPs; W has no gradient."""
         return NeededFlops(
             self.ideal_flops(),
             2 * self.ideal_flops() - 4 * self.heads * self.features * self.d_head,

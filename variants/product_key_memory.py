@@ -269,7 +269,8 @@ class ProductKeyMemory(Sublayer):
         return Inspection(entries=slots, shares=weights)
 
     def searches_by_kernel(self, device: torch.device) -> bool:
-        """Whether the search is the one in C++, for a CPU; otherwise it is in plain PyTorch."""
+        """Return whether the search is the one in C++, for a CPU; otherwise it is in plain
+        PyTorch."""
         return self.wanted_backend in ("auto", "kernel") and product_search.obstacle(device) is None
 
     def backend(self, device: torch.device, *, training: bool) -> str:

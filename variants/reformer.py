@@ -117,8 +117,8 @@ class Reformer(MultiHead):
         *,
         collect_stats: bool = False,
     ) -> SublayerOutput:
-        """The state is concatenated keys and values ``[B, H, P, 2K]`` and hashes ``[B, H, R, P]``,
-        or past inputs ``[B, P, D]``."""
+        """Return the state is concatenated keys and values ``[B, H, P, 2K]`` and hashes ``[B, H, R,
+        P]``, or past inputs ``[B, P, D]``."""
         length, start = x.shape[1], start_of(x, start)
         if self.cache == "hidden":
             state = x if state is None else torch.cat([state.to(x.dtype), x], dim=1)
@@ -193,8 +193,8 @@ class Reformer(MultiHead):
             return _take(torch.cat(sums, dim=-1).flatten(2, 3), rank[:, :, r, total - length :])
 
         def in_bucket(r: int, i: Tensor, j: Tensor) -> Tensor:
-            """Whether j is one of the last w keys before i in its bucket of round r, ``[B, H, n,
-            w, 2w]``."""
+            """Return whether j is one of the last w keys before i in its bucket of round r, ``[B,
+            H, n, w, 2w]``."""
             label = labels[:, :, r]
             difference = _take(label, i)[..., :, None] - _take(label, j)[..., None, :]
             return (difference > 0) & (difference <= bucket_keys)

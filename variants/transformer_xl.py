@@ -80,8 +80,8 @@ class Distances(Position):
         return q @ weights @ self.sinusoids(max_keys, q.dtype).mT.to(q.dtype)
 
     def has_few_queries(self, q: Tensor, max_keys: int) -> bool:
-        """Whether queries ``[B, H, T, K]`` are so few that W_R times queries needs fewer FLOPs
-        than W_R times r."""
+        """Return whether queries ``[B, H, T, K]`` are so few that W_R times queries needs fewer
+        FLOPs than W_R times r."""
         queries, width = q.shape[0] * q.shape[2], self.project.in_features
         return queries * width * (self.d_head + max_keys) < max_keys * self.d_head * (
             width + queries

@@ -6,5 +6,5 @@ import yaml
 
 
 def read_yaml(name: str) -> dict | list:
-    """The content of a YAML file of ``bench``."""
+    """Return the content of a YAML file of ``bench``."""
     return yaml.safe_load((Path(__file__).parents[1] / name).read_text(encoding="utf-8"))

@@ -21,8 +21,8 @@ COLUMNS = read_yaml("tables/columns.yaml")
 
 
 def _bits(row: Mapping, key: str) -> Cell:
-    """Bits per byte with half of their interval, and a star if only the first bytes of the split
-    were scored."""
+    """Return bits per byte with half of their interval, and a star if only the first bytes of the
+    split were scored."""
     star = cells.CAPPED_MARK * bool(row.get(f"capped.{key.partition('_')[0]}"))
     half_width = row.get(f"{key}.half_width")
     interval = "" if half_width is None else f" ± {half_width:.4f}"
@@ -30,7 +30,8 @@ def _bits(row: Mapping, key: str) -> Cell:
 
 
 def _difference(row: Mapping, key: str) -> Cell:
-    """A mean difference with half of its interval, or without one with the number of pairs."""
+    """Return a mean difference with half of its interval, or without one with the number of
+    pairs."""
     if row.get(key) is None:
         return cells.EMPTY
     half_width = row.get(f"{key}.half_width")
@@ -39,7 +40,7 @@ def _difference(row: Mapping, key: str) -> Cell:
 
 
 def _spread(row: Mapping, key: str) -> Cell:
-    """The 20th and the 80th percentile of times in ms; empty if there are fewer than
+    """Return the 20th and the 80th percentile of times in ms; empty if there are fewer than
     ``MIN_CALLS`` calls."""
     if row.get(f"{key}.n", 0) < cells.MIN_CALLS or row["status"] != "measured":
         return cells.EMPTY
@@ -49,20 +50,20 @@ def _spread(row: Mapping, key: str) -> Cell:
 
 
 def _evaluation_backend(row: Mapping, key: str) -> Cell:
-    """The backend of evaluation, if it differs from that of training."""
+    """Return the backend of evaluation, if it differs from that of training."""
     run = row.get("row", {})
     return cells.text(None if run.get(key) == run.get("backend") else run.get(key))
 
 
 def _speed(row: Mapping, key: str) -> Cell:
-    """Bytes per second of a training step with a median time in ms at ``key``."""
+    """Return bytes per second of a training step with a median time in ms at ``key``."""
     if row["status"] != "measured" or not row.get(key):
         return cells.EMPTY
     return cells.integer(row["streams"] * row["segment"] / row[key] * 1000)
 
 
 def _formatted(row: Mapping, key: str, *, form: str) -> Cell:
-    """A number by a format of Python, perhaps in a unit."""
+    """Return a number by a format of Python, perhaps in a unit."""
     unit, _, number_format = form.rpartition(" ")
     if row.get(key) is None:
         return cells.EMPTY
@@ -106,7 +107,7 @@ TEXT_FORMS = (
 
 
 def cell_of(row: Mapping, *, form: str, key: str) -> Cell:
-    """The cell of a row at a key by a form."""
+    """Return the cell of a row at a key by a form."""
     form, _, approximate = form.partition(" ~")
     form, either, _ = form.partition(" or status")
     if either and row["status"] != "measured":
@@ -117,8 +118,8 @@ def cell_of(row: Mapping, *, form: str, key: str) -> Cell:
 
 
 def columns(section: str, *, distances: Sequence[str] = ()) -> list[Column]:
-    """The columns of a section of ``columns.yaml``; the form ``copies`` stands for a column per
-    distance."""
+    """Return the columns of a section of ``columns.yaml``; the form ``copies`` stands for a column
+    per distance."""
     section_columns = []
     for heading, form, key, *explained in COLUMNS[section]:
         specs = [(heading, form, key)]
@@ -136,8 +137,8 @@ def columns(section: str, *, distances: Sequence[str] = ()) -> list[Column]:
 
 
 def for_terminal(table: Table) -> Table:
-    """The table with only the columns that the section ``terminal`` of ``columns.yaml`` lists,
-    explained in notes."""
+    """Return the table with only the columns that the section ``terminal`` of ``columns.yaml``
+    lists, explained in notes."""
     shown = [
         index for index, column in enumerate(table.columns) if column.heading in COLUMNS["terminal"]
     ]

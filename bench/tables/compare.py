@@ -49,19 +49,19 @@ KEY_NAMES = {"spans_from": "values of learned spans"}  # in captions
 
 
 def run_key(row: dict) -> str:
-    """A text that is equal for runs whose bits per byte are comparable."""
+    """Return a text that is equal for runs whose bits per byte are comparable."""
     return f"{comparison.score_conditions(row)} {comparison.shared_code_version(row)}"
 
 
 def cost_key(row: dict) -> str:
-    """A text of code and environment, which is equal for rows whose times and memory are
+    """Return a text of code and environment, which is equal for rows whose times and memory are
     comparable."""
     return str((*comparison.cost_conditions(row), comparison.code_digest(row)))
 
 
 def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
-    """A configuration's settings as text by dotted key, without ``NOT_ARM_KEYS`` and the keys
-    ``without``. A ``_target_`` is shortened to its class's name."""
+    """Return a configuration's settings as text by dotted key, without ``NOT_ARM_KEYS`` and the
+    keys ``without``. A ``_target_`` is shortened to its class's name."""
     config = {key: value for key, value in row["config"].items() if key not in NOT_ARM_KEYS}
     leaves = {
         k: v
@@ -76,9 +76,10 @@ def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
 
 
 def arms_of(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame:
-    """For each row of a table: ``settings`` (``settings_of``); ``arm``, the variant's name with the
-    settings that tell the arm apart; and ``order``, the arm's number among those of its variant.
-    The keys ``without``, such as ``model.span`` or ``backend``, are not settings in this table."""
+    """Return for each row of a table: ``settings`` (``settings_of``); ``arm``, the variant's name
+    with the settings that tell the arm apart; and ``order``, the arm's number among those of its
+    variant. The keys ``without``, such as ``model.span`` or ``backend``, are not settings in
+    this table."""
 
     def identity(row: dict) -> dict[str, str]:
         timed = row["kind"] in BENCH_COMMANDS  # times and memory depend on all of the code
@@ -109,7 +110,7 @@ def arms_of(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame
 
 
 def differing_keys(arms: pd.DataFrame, *columns: str) -> str:
-    """The settings and ``columns`` in which the rows differ, as text. All keys of a variant
+    """Return the settings and ``columns`` in which the rows differ, as text. All keys of a variant
     count as ``variant``."""
     settings = pd.DataFrame([*arms["settings"]]).fillna(UNSET)
     names = [
@@ -126,14 +127,15 @@ def differing_keys(arms: pd.DataFrame, *columns: str) -> str:
 
 
 def commit_notes(rows: Iterable[dict]) -> list[str]:
-    """A note on the commits of the rows, in the order of the rows; none if no row has a commit."""
+    """Return a note on the commits of the rows, in the order of the rows; none if no row has a
+    commit."""
     commits = [*dict.fromkeys(filter(None, map(short_commit, rows)))]
     return [f"Commit {join_words(commits)}."] if commits else []
 
 
 def missing_formulas_notes(arms: pd.DataFrame, key: str) -> list[str]:
-    """A note on operators without a FLOP formula, which the rows count at ``key``; none if there
-    are none. An operator that only some of these arms have is followed by their names."""
+    """Return a note on operators without a FLOP formula, which the rows count at ``key``; none if
+    there are none. An operator that only some of these arms have is followed by their names."""
     arms_by_operator: dict[str, set[str]] = {}
     for run in arms.itertuples():
         for operator in (run.row.get(key) or {}).get("unknown") or ():
@@ -157,12 +159,12 @@ def _text(value: object) -> str:
 
 
 def data_words(rows: Iterable[dict]) -> str:
-    """The names of the corpora that the rows read."""
+    """Return the names of the corpora that the rows read."""
     return "; ".join(sorted({data_label(row["data"]) for row in rows}))
 
 
 def budget_words(budget: dict | None) -> str:
-    """``{"bytes": 2000000}`` as ``2,000,000 bytes``."""
+    """Return ``{"bytes": 2000000}`` as ``2,000,000 bytes``."""
     amounts = [
         f"{value:,.10g} {name}" for name, value in (budget or {}).items() if value is not None
     ]
@@ -170,7 +172,7 @@ def budget_words(budget: dict | None) -> str:
 
 
 def protocol_words(rows: Sequence[dict]) -> str:
-    """How bits per byte of comparable rows were scored, as text."""
+    """Return how bits per byte of comparable rows were scored, as text."""
     protocol = rows[-1]["protocol"]
     spans, contexts = (
         sorted({row["protocol"][key] for row in rows}) for key in ("span", "context")
@@ -199,7 +201,7 @@ def protocol_words(rows: Sequence[dict]) -> str:
 
 
 def environment_words(row: dict) -> str:
-    """The environment of a row as text, for captions."""
+    """Return the environment of a row as text, for captions."""
     machine, kind = row.get("machine") or {}, row["device_kind"]
     cores = f" on {pluralize(machine['cores'], 'core')}" if machine.get("cores") else ""
     device = f"{row['device']} ({kind}), {pluralize(row['threads'], 'thread')}{cores}"
@@ -218,13 +220,13 @@ def environment_words(row: dict) -> str:
 
 
 def precision_word(row: dict) -> str:
-    """``float32``, ``bfloat16``, or ``float32 with TF32``, which rounds the factors of matrix
-    products."""
+    """Return ``float32``, ``bfloat16``, or ``float32 with TF32``, which rounds the factors of
+    matrix products."""
     return f"{row['precision']} with TF32" if row.get("tf32") else row["precision"]
 
 
 def environment_differences(rows: Sequence[dict]) -> str:
-    """The keys in which the environments of the rows differ, as text."""
+    """Return the keys in which the environments of the rows differ, as text."""
     keys = comparison.ENVIRONMENT_KEYS
     return join_words(
         key for key in keys if len({comparison.cost_condition(row, key) for row in rows}) > 1
@@ -232,7 +234,7 @@ def environment_differences(rows: Sequence[dict]) -> str:
 
 
 def optimizer_words(optimizers: Sequence[dict] | None) -> str | None:
-    """``Muon 92%, AdamW 8%``: the share of the parameters that each optimizer updates; None
+    """Return ``Muon 92%, AdamW 8%``: the share of the parameters that each optimizer updates; None
     without optimizers."""
     shares = Counter()
     for group in optimizers or []:

@@ -44,8 +44,8 @@ MODES = {
 
 
 def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
-    """A table for each environment, code, corpus, mode, number of streams and segment. ``rows``
-    go from old to new."""
+    """Yield a table for each environment, code, corpus, mode, number of streams and segment.
+    ``rows`` go from old to new."""
     conditions = [
         (row["mode"], row["streams"], row["segment"] if row["mode"] == "stream" else None)
         for row in rows
@@ -86,7 +86,7 @@ def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
 
 
 def peer_tables(rows: Sequence[dict]) -> Iterator[Table]:
-    """A table for each call of ``bench.peers``, its fastest row first. Rows of several calls
+    """Yield a table for each call of ``bench.peers``, its fastest row first. Rows of several calls
     never share a table."""
     conditions = [
         [row.get(key) for key in ("read_from", "job", "streams", "segment", "relative_to")]
@@ -122,8 +122,8 @@ def peer_tables(rows: Sequence[dict]) -> Iterator[Table]:
 def _groups(
     rows: Sequence[dict], conditions: Sequence[object]
 ) -> Iterator[tuple[int, pd.DataFrame]]:
-    """Number and frame of each group of rows that are equal in their condition, corpus, code and
-    environment."""
+    """Yield number and frame of each group of rows that are equal in their condition, corpus, code
+    and environment."""
     keys = []
     for row, condition in zip(rows, conditions, strict=True):
         corpus = row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines"))
@@ -134,12 +134,12 @@ def _groups(
 
 
 def _name(row: dict) -> list[str]:
-    """The words that name a row of a cost table, without its length."""
+    """Return the words that name a row of a cost table, without its length."""
     return [row["arm"], row["backend"], *filter(None, [row.get("spans_from")])]
 
 
 def _cost_notes(rows: Sequence[dict]) -> list[str]:
-    """Notes on rows that were not measured, rows that were timed without others, and the
+    """Return notes on rows that were not measured, rows that were timed without others, and the
     device's peak FLOP/s."""
     notes, timed_singly = [], []
     for row in rows:

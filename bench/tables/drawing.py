@@ -38,8 +38,8 @@ LOG_RATIO = 8  # an axis is logarithmic if its largest number is more than 8 tim
 
 
 def variant_styles(variants: Iterable[str]) -> dict[str, dict]:
-    """Colour and marker of each variant: from ``variants.yaml``, or spare ones in alphabetical
-    order of the names."""
+    """Return the colour and the marker of each variant: from ``variants.yaml``, or spare ones in
+    alphabetical order of the names."""
     styles = {
         name: (c, tuple(m) if isinstance(m, list) else m)
         for name, (c, m) in VARIANTS["styles"].items()
@@ -52,8 +52,8 @@ def variant_styles(variants: Iterable[str]) -> dict[str, dict]:
 def panels(
     rows: int, columns: int, *, width: float, height: float, title: str, subtitle: str = ""
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of ``width`` x ``height`` inches with title and subtitle, and its axes, row by
-    row."""
+    """Return a figure of ``width`` x ``height`` inches with title and subtitle, and its axes, row
+    by row."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     renderer, top = FigureCanvasAgg(figure).get_renderer(), height - 0.08
     for words, style in (
@@ -107,21 +107,21 @@ def scale_axis(axis, numbers: list[float], *, log: bool | None = None) -> None:
 
 
 def plain_number(number: float, _position: int | None = None) -> str:
-    """``0.02``, ``512`` or ``3 M``: a short text without a power of ten."""
+    """Return ``0.02``, ``512`` or ``3 M``: a short text without a power of ten."""
     return (
         f"{number:g}" if 1e-3 <= abs(number) < 1e4 or number == 0 else EngFormatter(sep=" ")(number)
     )
 
 
 def drawing_of(figure: Figure, *, name: str, title: str, caption: str) -> Drawing:
-    """The figure as SVG and PNG."""
+    """Return the figure as SVG and PNG."""
     svg = io.BytesIO()
     figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     return Drawing(name=name, title=title, caption=caption, svg=svg.getvalue(), png=png_of(figure))
 
 
 def png_of(figure: Figure) -> bytes:
-    """The figure as PNG; equal figures give equal bytes."""
+    """Return the figure as PNG; equal figures give equal bytes."""
     png = io.BytesIO()
     figure.savefig(png, format="png", metadata={"Software": None})
     return png.getvalue()

@@ -59,7 +59,7 @@ class Estimate:
 
 
 def estimate_mean(numbers: Sequence[float], pooled: Pooled | None = None) -> Estimate:
-    """The mean of one or more numbers, with an interval by their own variance or by the
+    """Return the mean of one or more numbers, with an interval by their own variance or by the
     ``pooled`` one."""
     n = len(numbers)
     mean = math.fsum(numbers) / n
@@ -79,8 +79,8 @@ def estimate_mean(numbers: Sequence[float], pooled: Pooled | None = None) -> Est
 
 
 def pooled_variance(scores: pd.DataFrame) -> Pooled:
-    """The variance of a difference between two runs of one seed, which is 2 s^2, and its degrees of
-    freedom f, from ``scores [seed, mechanism]``, NaN where a run is missing."""
+    """Return the variance of a difference between two runs of one seed, which is 2 s^2, and its
+    degrees of freedom f, from ``scores [seed, mechanism]``, NaN where a run is missing."""
     cells = scores.stack().dropna()
     effects = [pd.get_dummies(cells.index.get_level_values(level), dtype=float) for level in (0, 1)]
     design = np.concatenate(effects, axis=1)
@@ -91,8 +91,8 @@ def pooled_variance(scores: pd.DataFrame) -> Pooled:
 
 
 def compare(scores: pd.DataFrame, baselines: Mapping[str, str]) -> dict[str, Estimate]:
-    """The differences of mechanisms from their ``baselines`` over the seeds that both have, by
-    mechanism, with p after Holm's correction over those that get a verdict. ``scores`` as in
+    """Return the differences of mechanisms from their ``baselines`` over the seeds that both have,
+    by mechanism, with p after Holm's correction over those that get a verdict. ``scores`` as in
     ``pooled_variance``."""
     pooled, estimates = pooled_variance(scores), {}
     for name, baseline in baselines.items():
@@ -107,9 +107,9 @@ def compare(scores: pd.DataFrame, baselines: Mapping[str, str]) -> dict[str, Est
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """The p values after Holm's correction, in the order of ``probabilities``. Of n values the
-    smallest is multiplied by n, the next by n - 1 and so on; each is raised to the one before it
-    if that is larger, and none exceeds 1."""
+    """Return the p values after Holm's correction, in the order of ``probabilities``. Of n values
+    the smallest is multiplied by n, the next by n - 1 and so on; each is raised to the one before
+    it if that is larger, and none exceeds 1."""
     order, corrected, largest = (
         sorted(range(len(probabilities)), key=probabilities.__getitem__),
         {},
@@ -122,8 +122,8 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 
 
 def t_quantile(probability: float, *, freedom: int) -> float:
-    """The t with ``t_below(t) == probability``, for a ``probability`` of at least 0.5 and below
-    1."""
+    """Return the t with ``t_below(t) == probability``, for a ``probability`` of at least 0.5 and
+    below 1."""
     low, high = 0.0, 1.0
     while t_below(high, freedom=freedom) < probability:
         low, high = high, 2 * high
@@ -136,7 +136,7 @@ def t_quantile(probability: float, *, freedom: int) -> float:
 
 
 def t_below(t: float, *, freedom: int) -> float:
-    """The probability below ``t`` >= 0 in Student's distribution, a finite sum for integer
+    """Return the probability below ``t`` >= 0 in Student's distribution, a finite sum for integer
     degrees of ``freedom``."""
     angle = math.atan(t / math.sqrt(freedom))
     odd, power, total = freedom % 2, 1.0, 0.0

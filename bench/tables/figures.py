@@ -56,7 +56,7 @@ FREE_SHARE = 0.2
 
 
 def draw_all(rows: Rows) -> list[Drawing]:
-    """All figures for which there are rows. Equal rows give equal files."""
+    """Return all figures for which there are rows. Equal rows give equal files."""
     with styled():
         drawings = []
         runs, costs = (rows.frame[rows.frame["kind"] == kind] for kind in ("run", "cost"))
@@ -74,7 +74,7 @@ def draw_all(rows: Rows) -> list[Drawing]:
 
 
 def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
-    """Bits per byte with the range over seeds, against FLOPs and, if costs are comparable,
+    """Yield bits per byte with the range over seeds, against FLOPs and, if costs are comparable,
     against memory and time."""
     newest = arms[arms["valid_bits_per_byte"].notna()].drop_duplicates(["arm", "seed"], keep="last")
     split, reference = basis(newest)
@@ -117,7 +117,7 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
 
 
 def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
-    """Bits per byte during training, and on valid at the end; means over seeds."""
+    """Yield bits per byte during training, and on valid at the end; means over seeds."""
     means = {
         arm: _mean_curve(row["record"] for row in runs["row"])
         for arm, runs in arms.groupby("arm", sort=False)
@@ -165,8 +165,8 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
 
 
 def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
-    """Mean bits per byte on valid by bytes seen; on train for runs that did not score valid
-    during training."""
+    """Return the mean bits per byte on valid by bytes seen; on train for runs that did not score
+    valid during training."""
     rows = pd.DataFrame([row for record in records for row in record if not row.get("final")])
     rows = rows.reindex(columns=["kind", "bytes_seen", "bits_per_byte"]).dropna()
     kind = "valid" if (rows["kind"] == "valid").any() else "train"
@@ -175,7 +175,7 @@ def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
 
 
 def _cost_drawings(rows: pd.DataFrame) -> Iterator[Drawing]:
-    """A figure for each environment, code, mode, number of streams and corpus; its name has a
+    """Yield a figure for each environment, code, mode, number of streams and corpus; its name has a
     digest of these."""
     keys = []
     for row in rows["row"]:
@@ -187,8 +187,8 @@ def _cost_drawings(rows: pd.DataFrame) -> Iterator[Drawing]:
 
 
 def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
-    """A figure of ``CONTEXT_COSTS`` against the length of context, with a line for each arm and
-    backend."""
+    """Return a figure of ``CONTEXT_COSTS`` against the length of context, with a line for each arm
+    and backend."""
     first, styles = rows["row"].iloc[0], variant_styles(rows["variant"])
     spans_from = rows.get("spans_from", pd.Series(None, index=rows.index)).replace("learned", None)
     labels = rows["backend"] + spans_from.map(

@@ -42,7 +42,7 @@ REACHED_BITS = 1.0
 
 
 def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
-    """The frame of rows. ``row`` is a whole row: of a run its provenance and summary, of a
+    """Return the frame of rows. ``row`` is a whole row: of a run its provenance and summary, of a
     published row its summary with ``cell``, ``record`` and ``evaluation``. Numbers, truth values
     and lengths of lists are columns of floats by dotted key, and ``TEXT_KEYS`` columns of texts.
     ``reach`` is the largest distance from which a run copies bytes."""
@@ -156,7 +156,7 @@ class Rows:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Files of rows: one of each run folder, and other ``.jsonl`` files. Links to folders
+    """Yield files of rows: one of each run folder, and other ``.jsonl`` files. Links to folders
     (``latest``) are ignored."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
@@ -170,7 +170,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _command_row_error(row: dict, line_number: int) -> str | None:
-    """The reason why a row of a command is refused, or None."""
+    """Return the reason why a row of a command is refused, or None."""
     kind = row.get("kind")
     if kind not in BENCH_COMMANDS:
         return f"kind is {shorten(kind)}; allowed are {', '.join(BENCH_COMMANDS)}"
@@ -178,7 +178,7 @@ def _command_row_error(row: dict, line_number: int) -> str | None:
 
 
 def _run_row_error(row: dict, line_number: int) -> str | None:
-    """The reason why a row of a run's record is refused, or None. The first row must be the
+    """Return the reason why a row of a run's record is refused, or None. The first row must be the
     provenance."""
     if line_number > 1:
         return violation(row, schema=schema_of_run_row(row))
@@ -186,7 +186,7 @@ def _run_row_error(row: dict, line_number: int) -> str | None:
 
 
 def _summary_error(summary: dict, line_number: int, *, provenance: dict | None) -> str | None:
-    """The reason why a summary is refused (wrong shape, of another run, unchecked or not
+    """Return the reason why a summary is refused (wrong shape, of another run, unchecked or not
     causal), or None."""
     failed = summary.get("status") in FAILED
     if reason := violation(summary, schema="failed" if failed else "summary"):

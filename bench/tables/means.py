@@ -13,12 +13,12 @@ SPLITS = ("valid", "test")
 def mean_rows(
     runs: pd.DataFrame, *, by: str, split: str, reference: str | None, baselines: Mapping[str, str]
 ) -> list[dict]:
-    """A row for each name in the column ``by`` of runs. It has texts and ``row`` of the name's last
-    run, means of all numbers, half of the 95% interval of bits per byte as ``<key>.half_width``,
-    ``n``, the number of ``runs`` with a score, and on ``split`` the difference from its
-    ``baseline`` (``reference`` if ``baselines`` has no other) over common seeds: ``pairs``,
-    ``difference`` with ``half_width`` and ``freedom``, ``p`` with Holm's correction and a
-    ``verdict``.
+    """Return a row for each name in the column ``by`` of runs. It has texts and ``row`` of the
+    name's last run, means of all numbers, half of the 95% interval of bits per byte as
+    ``<key>.half_width``, ``n``, the number of ``runs`` with a score, and on ``split`` the
+    difference from its ``baseline`` (``reference`` if ``baselines`` has no other) over common
+    seeds: ``pairs``, ``difference`` with ``half_width`` and ``freedom``, ``p`` with Holm's
+    correction and a ``verdict``.
 
     So that only common seeds are compared, rows are in the order of their mean differences from
     ``reference``. Those without common seeds follow, and those without a score are last. ValueError

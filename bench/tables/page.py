@@ -26,8 +26,8 @@ def page_of(
     notes: Sequence[str],
     commands: Sequence[str],
 ) -> str:
-    """The page's HTML, equal for equal arguments. ``commands`` are the command lines that made
-    the rows."""
+    """Return the page's HTML, equal for equal arguments. ``commands`` are the command lines that
+    made the rows."""
     style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -69,17 +69,17 @@ def page_of(
 
 
 def _anchor(name: str) -> str:
-    """The id of the HTML element of a table or drawing, for links to it."""
+    """Return the id of the HTML element of a table or drawing, for links to it."""
     return f"at-{re.sub(r'[^a-zA-Z0-9_.-]+', '-', name)}"
 
 
 def _items(lines: Sequence[str]) -> str:
-    """A list item for each line."""
+    """Return a list item for each line."""
     return "".join(f"<li>{escape(line)}</li>\n" for line in lines)
 
 
 def _table(table: Table) -> str:
-    """A table with its caption, notes and explanations."""
+    """Return a table with its caption, notes and explanations."""
     explained = [
         f"{column.heading}: {column.explanation}" for column in table.columns if column.explanation
     ]
@@ -101,7 +101,7 @@ def _table(table: Table) -> str:
 
 
 def _heading(column: Column) -> str:
-    """The heading of a column, with a button that sorts the table."""
+    """Return the heading of a column, with a button that sorts the table."""
     number, heading = ' class="number"' if column.numeric else "", escape(column.heading)
     return (
         f'<th scope="col"{number}><button '
@@ -110,14 +110,14 @@ def _heading(column: Column) -> str:
 
 
 def _row(row: Sequence[Cell], columns: Sequence[Column]) -> str:
-    """A table row; its first cell is the row's heading."""
+    """Return a table row; its first cell is the row's heading."""
     first, *rest = (_cell(cell, column) for cell, column in zip(row, columns, strict=True))
     return f'<tr><th scope="row"{first}</th>{"".join(f"<td{cell}</td>" for cell in rest)}</tr>\n'
 
 
 def _cell(cell: Cell, column: Column) -> str:
-    """A cell's HTML after ``<td`` or ``<th``, without the closing tag: attributes, ``>`` and the
-    text."""
+    """Return a cell's HTML after ``<td`` or ``<th``, without the closing tag: attributes, ``>`` and
+    the text."""
     style = ' class="long"' if len(cell.text) >= LONG else ""
     style = ' class="number"' if column.numeric else style
     measured = cell.value is not None and math.isfinite(cell.value)
@@ -126,8 +126,8 @@ def _cell(cell: Cell, column: Column) -> str:
 
 
 def _drawing(drawing: Drawing) -> str:
-    """A drawing with its caption, as an image and not as inline SVG, because ids inside two SVGs
-    may be equal."""
+    """Return a drawing with its caption, as an image and not as inline SVG, because ids inside two
+    SVGs may be equal."""
     image = base64.b64encode(drawing.svg).decode()
     return f"""<article id="{_anchor(drawing.name)}">
 <h2>{escape(drawing.title)}</h2>

@@ -23,7 +23,7 @@ those that do."""
 
 
 def run_tables(rows: Rows) -> Iterator[Table]:
-    """A table for each group of comparable runs, with time and memory if these are comparable
+    """Yield a table for each group of comparable runs, with time and memory if these are comparable
     (``cost_key``)."""
     runs = rows.frame[rows.frame["kind"] == "run"]
     for index, (_, group) in enumerate(
@@ -67,8 +67,8 @@ def run_tables(rows: Rows) -> Iterator[Table]:
 
 
 def basis(arms: pd.DataFrame) -> tuple[str, str | None]:
-    """The split on which arms are compared, test if every scored arm has such a score of each seed,
-    else valid; and the reference: the best arm on valid of the shipped variant that
+    """Return the split on which arms are compared, test if every scored arm has such a score of
+    each seed, else valid; and the reference: the best arm on valid of the shipped variant that
     ``variants.yaml`` names. It is None without another arm that has a score."""
     scored = arms[arms[f"valid_{BITS}"].notna()]
     split = "test" if len(scored) and scored[f"test_{BITS}"].notna().all() else "valid"
@@ -79,7 +79,7 @@ def basis(arms: pd.DataFrame) -> tuple[str, str | None]:
 
 
 def _copies(runs: pd.DataFrame) -> list[str]:
-    """The distances from which the runs of a table copy bytes, as texts."""
+    """Return the distances from which the runs of a table copy bytes, as texts."""
     keys = (
         key.removeprefix(COPIES)
         for key in runs
@@ -89,7 +89,7 @@ def _copies(runs: pd.DataFrame) -> list[str]:
 
 
 def _compressors(row: dict) -> list[dict]:
-    """A row for each general compressor, the best on valid first."""
+    """Return a row for each general compressor, the best on valid first."""
     bits = {f"{split}_{BITS}": (row.get("compressors") or {}).get(split) for split in SPLITS}
     scores = pd.DataFrame({key: pd.Series(by_name, dtype=float) for key, by_name in bits.items()})
     capped = {f"capped.{split}": n_bytes for split, n_bytes in (row.get("capped") or {}).items()}
@@ -98,7 +98,8 @@ def _compressors(row: dict) -> list[dict]:
 
 
 def _about(runs: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
-    """Sentences on the data, the protocol, and on what is and what is not equal in all runs."""
+    """Return sentences on the data, the protocol, and on what is and what is not equal in all
+    runs."""
     uncontrolled = []
     for name, key in UNCONTROLLED.items():
         if key in runs and runs[key].min() < runs[key].max():
@@ -116,7 +117,7 @@ def _about(runs: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
 
 
 def _notes(arms: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
-    """Notes on prefixes that were scored, runs without a score, repeated runs, and unequal
+    """Return notes on prefixes that were scored, runs without a score, repeated runs, and unequal
     seeds."""
     notes, prefixes = [], {}
     for row in arms["row"]:

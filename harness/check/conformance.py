@@ -33,14 +33,14 @@ Weights = list[dict[str, Tensor]]  # parameters by name, for the first segment a
 
 
 def named_kind(device: str) -> str:
-    """The kind of device that a ``runtime.device`` names. For ``auto`` it is ``cpu``, where the
-    contract is checked."""
+    """Return the kind of device that a ``runtime.device`` names. For ``auto`` it is ``cpu``, where
+    the contract is checked."""
     return "cpu" if device == "auto" else device.partition(":")[0]
 
 
 def findings(plan: Plan) -> list[Finding]:
-    """A finding for each promise on the model of a small plan; a single one if the model cannot
-    be built."""
+    """Return a finding for each promise on the model of a small plan; a single one if the model
+    cannot be built."""
     vocabulary = plan.data["vocabulary"]
     outcomes = list(check(plan.make_model, span=plan.model.span, vocabulary=vocabulary))
     if len(outcomes) > 1:
@@ -55,9 +55,9 @@ def findings(plan: Plan) -> list[Finding]:
 
 
 def fast_backend(plan: Plan) -> str | None:
-    """The backend other than ``plain`` that a CPU uses in evaluation or training (several joined by
-    ``+``), or None. ValueError if the mechanism refuses the plan or the backend. None after
-    other errors, which ``findings`` reports."""
+    """Return the backend other than ``plain`` that a CPU uses in evaluation or training (several
+    joined by ``+``), or None. ValueError if the mechanism refuses the plan or the backend. None
+    after other errors, which ``findings`` reports."""
     try:
         with torch.random.fork_rng(devices=[]):
             sublayers = plan.make_model().sublayers()
@@ -74,7 +74,7 @@ def fast_backend(plan: Plan) -> str | None:
 
 
 def plain_plan(plan: Plan) -> Plan:
-    """The same plan with the plain backend."""
+    """Return the same plan with the plain backend."""
     return replace(plan, runtime=replace(plan.runtime, backend="plain"))
 
 
@@ -182,7 +182,8 @@ def _choices(plan: Plan) -> Iterator[tuple[str, object, dict[object, Plan]]]:
 
 
 def _build(plan: Plan) -> LanguageModel | None:
-    """The plan's model in float64, in evaluation mode; None if the mechanism refuses the plan."""
+    """Return the plan's model in float64, in evaluation mode; None if the mechanism refuses the
+    plan."""
     torch.manual_seed(0)
     try:
         return plan.make_model().double().eval()
@@ -192,9 +193,9 @@ def _build(plan: Plan) -> LanguageModel | None:
 
 @torch.no_grad()
 def _outputs(model: LanguageModel, weights: Weights, x: Tensor, names: Collection[str]) -> Outputs:
-    """Outputs ``[B, T, D]`` of the sublayers with these names, each with the input ``x``. Where
-    shapes differ, only the common part of a parameter is loaded: a table may have a row for each
-    visible key."""
+    """Return outputs ``[B, T, D]`` of the sublayers with these names, each with the input ``x``.
+    Where shapes differ, only the common part of a parameter is loaded: a table may have a row for
+    each visible key."""
     states, parts = dict.fromkeys(names), []
     start = torch.zeros(len(x), dtype=torch.int64)
     for loaded, segment in zip(weights, x.chunk(2, dim=1), strict=True):

@@ -21,7 +21,7 @@ SPANS = (13, 64)
 
 
 def apply_small(plan: Plan, *, command_line_keys: Collection[str] = ()) -> Plan:
-    """The plan with its variant's ``small`` sizes, except those of ``command_line_keys``.
+    """Return the plan with its variant's ``small`` sizes, except those of ``command_line_keys``.
     ValueError names the key."""
     variant = plan.config["variant"]
     small = parse_setting(variant.get("small"), dict | None, key="variant.small") or {}
@@ -42,9 +42,9 @@ def apply_small(plan: Plan, *, command_line_keys: Collection[str] = ()) -> Plan:
 
 
 def shrink(plan: Plan) -> Plan:
-    """A small plan with each different layer once (or two equal layers), the variant's ``small``, 2
-    heads of width 16, and a span of 13. If no model of these sizes runs, widths and spans grow
-    up to the plan's."""
+    """Return a small plan with each different layer once (or two equal layers), the variant's
+    ``small``, 2 heads of width 16, and a span of 13. If no model of these sizes runs, widths and
+    spans grow up to the plan's."""
     small = apply_small(plan)
     sizes = (plan.config["variant"].get("small") or {}).get("model", {})
     layers = list(dict.fromkeys(map(tuple, plan.layers)))
@@ -56,16 +56,16 @@ def shrink(plan: Plan) -> Plan:
 
 
 def reduce_width(plan: Plan) -> Plan:
-    """The plan with all layers, because a layer may depend on its index, and a small width, at the
-    run's span, without ``small``."""
+    """Return the plan with all layers, because a layer may depend on its index, and a small width,
+    at the run's span, without ``small``."""
     layers = list(map(tuple, plan.layers))
     return _first_runnable(plan, spans=(plan.model.span,), layer_lists=(layers,))
 
 
 def reduce_depth(plan: Plan, *, sublayers: Collection[str], max_span: int) -> Plan:
-    """The plan on a CPU with the run's heads and widths, and two streams. It has each different
-    layer once, with only the named ``sublayers``, and if possible a span of at most ``max_span``
-    bytes."""
+    """Return the plan on a CPU with the run's heads and widths, and two streams. It has each
+    different layer once, with only the named ``sublayers``, and if possible a span of at most
+    ``max_span`` bytes."""
     layers = [
         tuple(name for name in layer if name in sublayers) or tuple(layer) for layer in plan.layers
     ]
@@ -79,16 +79,16 @@ def reduce_depth(plan: Plan, *, sublayers: Collection[str], max_span: int) -> Pl
 
 
 def contract_plan(plan: Plan, device_kind: str) -> Plan:
-    """The plan on which the contract is checked. If the run's device is no CPU, it is in plain
-    PyTorch on a CPU."""
+    """Return the plan on which the contract is checked. If the run's device is no CPU, it is in
+    plain PyTorch on a CPU."""
     return plan if device_kind == "cpu" else replan(plan, runtime=ON_CPU)
 
 
 def _first_runnable(
     plan: Plan, *, spans: Sequence[int], layer_lists: Sequence[Sequence], model: Mapping = {}
 ) -> Plan:
-    """The plan at the first combination of span, layers and width with which a model runs, else at
-    the last one. ``model`` has keys of the section ``model`` that override these sizes."""
+    """Return the plan at the first combination of span, layers and width with which a model runs,
+    else at the last one. ``model`` has keys of the section ``model`` that override these sizes."""
     heads, d_model = plan.model.heads, plan.model.d_model
     widths = [(HEADS, HEADS * HEAD_WIDTH), (heads, heads * HEAD_WIDTH), (heads, d_model)]
     for span, layers, (heads, d_model) in itertools.product(spans, layer_lists, widths):
@@ -104,7 +104,8 @@ def _first_runnable(
 
 
 def can_run(plan: Plan) -> bool:
-    """Whether a model of these sizes can be built, and can read three bytes of two streams."""
+    """Return whether a model of these sizes can be built, and can read three bytes of two
+    streams."""
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             plan.make_model().eval()(torch.zeros(2, 3, dtype=torch.int64))

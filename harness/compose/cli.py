@@ -63,7 +63,7 @@ class JobFailed(RuntimeError):
 
 
 def with_config(name: str) -> Callable[[TaskFunction], Callable[[], None]]:
-    """``hydra.main`` with the configuration ``conf/<name>.yaml``."""
+    """Return ``hydra.main`` with the configuration ``conf/<name>.yaml``."""
     return hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
 
 
@@ -100,7 +100,7 @@ def run_command(command: Callable[[], object], *, multiprocess: bool = False) ->
 
 
 def _calling_module(stop: SystemExit) -> str:
-    """The module that has called ``sys.exit`` or ``exit``. W&B replaces ``sys.exit`` by a
+    """Return the module that has called ``sys.exit`` or ``exit``. W&B replaces ``sys.exit`` by a
     function of its own."""
     modules = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(stop.__traceback__)]
     return next(
@@ -111,8 +111,8 @@ def _calling_module(stop: SystemExit) -> str:
 
 
 def exit_code(errors: Sequence[Exception]) -> int:
-    """Exit code of a command with several errors: that of a bug if one is a bug, else the
-    highest."""
+    """Return the exit code of a command with several errors: that of a bug if one is a bug, else
+    the highest."""
     codes = {
         getattr(error, "code", None) or failures.exit_code(error, mistakes=MISTAKES)
         for error in errors
@@ -146,7 +146,7 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
 
 
 def to_job_failed(error: Exception) -> JobFailed:
-    """The ``JobFailed`` for the error of a sweep's job."""
+    """Return the ``JobFailed`` for the error of a sweep's job."""
     code, name = exit_code([error]), type(error).__name__
     message = f"{name}: {first_line(error)}" if code == failures.BUG else explain(error) or name
     failed = JobFailed(message)
@@ -155,7 +155,7 @@ def to_job_failed(error: Exception) -> JobFailed:
 
 
 def command_of_run() -> str:
-    """The command line that repeats this run alone, also if the run is a job of a sweep."""
+    """Return the command line that repeats this run alone, also if the run is a job of a sweep."""
     hydra, launch = HydraConfig.get(), read_launch()
     is_checkout = (source.ROOT / "pyproject.toml").exists()
     script = ("python", "train.py") if is_checkout else ("windtunnel", "train")
@@ -170,14 +170,14 @@ def command_of_run() -> str:
 
 
 def task_words(hydra: DictConfig) -> list[str]:
-    """The overrides of a job as typed. Hydra's list would resolve each ``${..}`` when it is
+    """Return the overrides of a job as typed. Hydra's list would resolve each ``${..}`` when it is
     read."""
     return OmegaConf.to_container(hydra.overrides.task, resolve=False)
 
 
 def explain(error: Exception) -> str:
-    """One message that names the key, the value and what is allowed, if the error has them. A long
-    message is shortened in the middle."""
+    """Return one message that names the key, the value and what is allowed, if the error has them.
+    A long message is shortened in the middle."""
     message = _explain(error)
     return message if len(message) <= 4000 else f"{message[:3000]} [..] {message[-1000:]}"
 
@@ -236,7 +236,7 @@ def _explain(error: Exception) -> str:
 
 
 def _paths(section: dict, key: str) -> list[str]:
-    """The dotted paths at which a nested section has ``key``."""
+    """Return the dotted paths at which a nested section has ``key``."""
     paths = [key] if key in section else []
     nested = (
         (name, node) for name, node in section.items() if isinstance(node, dict) and name != "hydra"

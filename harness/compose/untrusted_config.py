@@ -53,8 +53,8 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 
 def check_user_file(loaded: ConfigResult, *, name: str, file: Path) -> None:
-    """ValueError if the file's group, its package or a key sets ``hydra.*`` or ``trust``, or if it
-    gives the name of a shipped variant to another."""
+    """Raise ValueError if the file's group, its package or a key sets ``hydra.*`` or ``trust``, or
+    if it gives the name of a shipped variant to another."""
     group = name.rpartition("/")[0]
     packages = (group, loaded.header["package"] or "")
     violations = [package for package in packages if re.search(COMMAND_LINE_ONLY, package)]
@@ -80,8 +80,8 @@ def check_user_file(loaded: ConfigResult, *, name: str, file: Path) -> None:
 
 
 def _leaves(node: object, key: str = "") -> Iterator[tuple[str, object]]:
-    """The dotted key and the content of each entry, at any depth, that is neither a section nor
-    a list."""
+    """Yield the dotted key and the content of each entry, at any depth, that is neither a section
+    nor a list."""
     if not isinstance(node, dict | list):
         yield key, node
         return
@@ -90,9 +90,9 @@ def _leaves(node: object, key: str = "") -> Iterator[tuple[str, object]]:
 
 
 def read_config(path: Path, *, label: str) -> dict:
-    """The sections of a run's ``config.yaml``, which must have plain values and stay within limits
-    of size and depth. They are read by the rules by which PyYAML writes them: OmegaConf takes the
-    text ``1e5`` for a number. ``label`` begins the message of a ValueError."""
+    """Return the sections of a run's ``config.yaml``, which must have plain values and stay within
+    limits of size and depth. They are read by the rules by which PyYAML writes them: OmegaConf
+    takes the text ``1e5`` for a number. ``label`` begins the message of a ValueError."""
     try:
         with open_regular(path, max_bytes=MAX_BYTES) as file:
             text = file.read().decode("utf-8")

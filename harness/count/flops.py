@@ -178,8 +178,8 @@ class _Counter(TorchDispatchMode):
 
 
 def _attention(a: Arguments, *, products: tuple[int, int] = (1, 1)) -> int:
-    """Scores and weighted values: 2 (K + K') for each pair of a query and a key, of width K, with
-    values of width K'. ``products`` has the numbers of matrix products over K and over K'."""
+    """Return scores and weighted values: 2 (K + K') for each pair of a query and a key, of width K,
+    with values of width K'. ``products`` has the numbers of matrix products over K and over K'."""
     streams, heads, queries, width = a["query"].shape
     keys = a["key"].shape[2]
     pairs = queries * keys
@@ -191,14 +191,14 @@ def _attention(a: Arguments, *, products: tuple[int, int] = (1, 1)) -> int:
 
 
 def _embedding_bag(a: Arguments) -> int:
-    """For each row that is read or updated, D multiply-adds if rows have weights, else D
+    """Return for each row that is read or updated, D multiply-adds if rows have weights, else D
     additions."""
     table = a["grad"] if "grad" in a else a["weight"]
     return (1 if a.get("per_sample_weights") is None else 2) * a["indices"].numel() * table.shape[1]
 
 
 def _elements(a: Arguments) -> tuple[int, int]:
-    """The number of elements of the argument ``self``, 0 if they are integers, and its size
+    """Return the number of elements of the argument ``self``, 0 if they are integers, and its size
     along ``dim``."""
     tensor = a["self"]
     if not tensor.is_floating_point():
@@ -207,28 +207,28 @@ def _elements(a: Arguments) -> tuple[int, int]:
 
 
 def _solve_triangular(a: Arguments) -> int:
-    """Substitution in n rows: n - 1 FLOPs per element of B on average, and a division unless
+    """Return substitution in n rows: n - 1 FLOPs per element of B on average, and a division unless
     ``unitriangular``."""
     return a["B"].numel() * (a["self"].shape[-1] - bool(a.get("unitriangular")))
 
 
 def _sort(a: Arguments) -> int:
-    """A comparison sort: n log2 n comparisons along a dimension of size n, with the logarithm
-    rounded up."""
+    """Return a comparison sort: n log2 n comparisons along a dimension of size n, with the
+    logarithm rounded up."""
     n_elements, size = _elements(a)
     return n_elements * (size - 1).bit_length()
 
 
 def _scan(a: Arguments) -> int:
-    """A running sum, product, minimum or maximum: one operation for each element but the first
-    along the dimension."""
+    """Return a running sum, product, minimum or maximum: one operation for each element but the
+    first along the dimension."""
     n_elements, size = _elements(a)
     return n_elements - n_elements // size if n_elements else 0
 
 
 def _layer_products(weights: Sequence[str], a: Arguments) -> int:
-    """Products of all bytes with ``weights``, and scores and weighted values of all pairs, masked
-    ones included."""
+    """Return products of all bytes with ``weights``, and scores and weighted values of all pairs,
+    masked ones included."""
     x = a["src"] if "src" in a else a["query"]
     streams, length, width = x.shape
     projections = 2 * streams * length * sum(a[name].numel() for name in weights)
@@ -236,8 +236,8 @@ def _layer_products(weights: Sequence[str], a: Arguments) -> int:
 
 
 def _trilinear(a: Arguments) -> int:
-    """Two FLOPs for each combination of elements of three factors, of which each is expanded by
-    some dimensions."""
+    """Return two FLOPs for each combination of elements of three factors, of which each is expanded
+    by some dimensions."""
     shapes = []
     for number in (1, 2, 3):
         factor = a[f"i{number}"]
@@ -248,26 +248,28 @@ def _trilinear(a: Arguments) -> int:
 
 
 def _fft(a: Arguments, *, per_element: float = 5) -> int:
-    """Cooley and Tukey's count: 5 n log2 n for n complex numbers, half of that for real ones."""
+    """Return Cooley and Tukey's count: 5 n log2 n for n complex numbers, half of that for real
+    ones."""
     x = a["self"]
     return round(per_element * x.numel() * sum(math.log2(x.shape[dim]) for dim in a["dim"]))
 
 
 def _factorisation(a: Arguments, *, cubes: float, right: float = 0) -> int:
-    """n^3 operations ``cubes`` times for each matrix, and n^2 ``right`` times for each column of a
-    right side."""
+    """Return n^3 operations ``cubes`` times for each matrix, and n^2 ``right`` times for each
+    column of a right side."""
     matrix = a["A"] if "A" in a else a["self"]
     columns = a["B"].numel() if "B" in a else 0  # n for each column
     return round(cubes * matrix.numel() * matrix.shape[-1] + right * columns * matrix.shape[-1])
 
 
 def _products(n_left: str, right: str) -> Callable[[Arguments], int]:
-    """A formula for the product of all elements of one argument with each column of another."""
+    """Return a formula for the product of all elements of one argument with each column of
+    another."""
     return lambda a: 2 * a[n_left].numel() * a[right].shape[-1]
 
 
 def _lstm(a: Arguments) -> int:
-    """Products with both matrices of a layer of an LSTM at each step."""
+    """Return products with both matrices of a layer of an LSTM at each step."""
     weights = (a["weight0"], a["weight1"]) if "weight0" in a else (a["weight1"], a["weight2"])
     steps = a["input"].shape[0] * a["input"].shape[1]
     return 2 * steps * sum(weight.numel() for weight in weights)

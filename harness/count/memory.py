@@ -23,13 +23,13 @@ STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def tensors_of(tree: object) -> list[Tensor]:
-    """All tensors in a nested structure, in order."""
+    """Return all tensors in a nested structure, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all tensors, each counted once. Those of a sparse tensor are the bytes of its
-    indices and values."""
+    """Return the bytes of all tensors, each counted once. Those of a sparse tensor are the bytes of
+    its indices and values."""
     total = 0
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         # the public methods indices() and values() require a coalesced tensor
@@ -41,18 +41,19 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def state_bytes(state: State) -> int:
-    """Bytes of a carried state per stream. Of a view, only its elements count, not the storage
-    that it keeps alive."""
+    """Return the bytes of a carried state per stream. Of a view, only its elements count, not the
+    storage that it keeps alive."""
     return sum(tensor_bytes([tensor]) // len(tensor) for tensor in tensors_of(state))
 
 
 def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of all gradients that exist, as after a backward pass."""
+    """Return the bytes of all gradients that exist, as after a backward pass."""
     return tensor_bytes(p.grad for p in parameters if p.grad is not None)
 
 
 def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Bytes of all tensors in the optimizers' states, which exist after the first step."""
+    """Return the bytes of all tensors in the optimizers' states, which exist after the first
+    step."""
     return tensor_bytes(
         tensor for optimizer in optimizers for tensor in tensors_of(dict(optimizer.state))
     )
@@ -68,7 +69,7 @@ class Peak(NamedTuple):
     reserved_bytes: int | None = None
 
     def maximum(self, new: "Peak") -> "Peak":
-        """The maximum of both peaks, in each figure; ``approximate`` is that of ``new``."""
+        """Return the maximum of both peaks, in each figure; ``approximate`` is that of ``new``."""
         pairs = (self.bytes, new.bytes), (self.reserved_bytes, new.reserved_bytes)
         n_bytes, reserved_bytes = (
             max((figure for figure in pair if figure is not None), default=None) for pair in pairs
@@ -109,8 +110,8 @@ class PeakMemory:
 
 
 def high_water_bytes() -> int:
-    """Peak resident memory of this process since its start, or since its high-water mark was
-    reset."""
+    """Return the peak resident memory of this process since its start, or since its high-water mark
+    was reset."""
     mark = (
         re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
         if STATUS.exists()

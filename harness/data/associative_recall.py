@@ -28,8 +28,8 @@ def associative_recall(
     sequence: int | None = None,
     seed: int = 0,
 ) -> np.ndarray:
-    """Whole sequences of ``sequence`` bytes, ``n_bytes`` in all, uint8 ``[n_bytes]``. ValueError
-    unless ``sequence`` is 8 times a number of keys from 2 to 52."""
+    """Return whole sequences of ``sequence`` bytes, ``n_bytes`` in all, uint8 ``[n_bytes]``.
+    ValueError unless ``sequence`` is 8 times a number of keys from 2 to 52."""
     keys = (sequence or 0) // BYTES_PER_KEY
     if not 2 <= keys <= len(LETTERS) or sequence % BYTES_PER_KEY:
         allowed = f"multiples of {BYTES_PER_KEY} from 16 to {BYTES_PER_KEY * len(LETTERS)}"
@@ -45,9 +45,9 @@ def associative_recall(
 
 
 def answers(part: np.ndarray, *, sequence: int) -> dict[str, np.ndarray]:
-    """Which bytes of whole sequences, uint8 ``[n]``, are the digits of queries: bool ``[n]``.
-    ``first`` has those of the first query of a key in its sequence; a later one can copy an
-    earlier answer."""
+    """Return which bytes of whole sequences, uint8 ``[n]``, are the digits of queries: bool
+    ``[n]``. ``first`` has those of the first query of a key in its sequence; a later one can copy
+    an earlier answer."""
     keys = sequence // BYTES_PER_KEY
     queries = part.reshape(-1, sequence // 2, 2)[:, keys:, 0]
     n_queries = queries.shape[1]
@@ -62,6 +62,6 @@ def answers(part: np.ndarray, *, sequence: int) -> dict[str, np.ndarray]:
 
 
 def floor_bits(part: np.ndarray, *, sequence: int) -> float:
-    """The entropy of whole sequences in bits per byte, which is equal for all of them."""
+    """Return the entropy of whole sequences in bits per byte, which is equal for all of them."""
     keys = sequence // BYTES_PER_KEY
     return (log2(factorial(keys)) + keys * log2(DIGITS) + 3 * keys * log2(keys)) / sequence

@@ -25,8 +25,8 @@ MAX_TRAIN_BYTES = 2**24  # a longer train split is not counted, because that tak
 
 
 def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
-    """Bits per byte of a split under ``gzip -9``, ``bzip2 -9`` and ``xz -9e``, and by counts of
-    ``train``. They are stored in the user's cache, because computing them for 5 MB takes
+    """Return bits per byte of a split under ``gzip -9``, ``bzip2 -9`` and ``xz -9e``, and by counts
+    of ``train``. They are stored in the user's cache, because computing them for 5 MB takes
     seconds."""
     content = split.numpy().tobytes()
     name = f"{digest(content)}-{digest(train.numpy())}.json"
@@ -42,7 +42,7 @@ def compressed_bits(split: Tensor, *, train: Tensor) -> dict[str, float]:
 
 
 def order_bits(train: np.ndarray, content: np.ndarray) -> dict[str, float]:
-    """Bits per byte of ``content`` for each of ``ORDERS``, as ``{"order-2": 3.2}``; empty if
+    """Return bits per byte of ``content`` for each of ``ORDERS``, as ``{"order-2": 3.2}``; empty if
     ``train`` is too short or too long. Both arrays are uint8 ``[n]``."""
     if not max(ORDERS) < len(train) <= MAX_TRAIN_BYTES:
         return {}
@@ -66,8 +66,8 @@ def order_bits(train: np.ndarray, content: np.ndarray) -> dict[str, float]:
 
 
 def grams(content: np.ndarray, length: int) -> np.ndarray:
-    """Every sequence of ``length`` (at most 8) bytes as one big-endian integer: uint64 ``[n -
-    length + 1]``."""
+    """Return every sequence of ``length`` (at most 8) bytes as one big-endian integer: uint64 ``[n
+    - length + 1]``."""
     n_grams = max(0, len(content) - length + 1)
     grams = np.zeros(n_grams, np.uint64)
     for offset in range(length):
@@ -76,6 +76,6 @@ def grams(content: np.ndarray, length: int) -> np.ndarray:
 
 
 def look_up(queries: np.ndarray, sorted_keys: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The count of the key that equals each query, and 0 for a query that equals no key."""
+    """Return the count of the key that equals each query, and 0 for a query that equals no key."""
     index = np.searchsorted(sorted_keys, queries).clip(max=len(sorted_keys) - 1)
     return np.where(sorted_keys[index] == queries, counts[index], 0)

@@ -54,54 +54,54 @@ class Corpus:
     def scored_part(
         self, split: str, *, selection_bytes: int | None, limit: int | None = None
     ) -> Tensor:
-        """The bytes of a split that are scored for a report: the first ``limit`` or all, without
-        ``selection_part``."""
+        """Return the bytes of a split that are scored for a report: the first ``limit`` or all,
+        without ``selection_part``."""
         tokens = self.splits[split]
         if split == "valid":
             tokens = tokens[: len(tokens) - len(self.selection_part(selection_bytes))]
         return tokens[:limit] if limit is None else tokens[: self._whole(limit)]
 
     def selection_part(self, selection_bytes: int | None) -> Tensor:
-        """The last ``selection_bytes`` of valid, at most half of it (None: half), which select
-        the best weights."""
+        """Return the last ``selection_bytes`` of valid, at most half of it (None: half), which
+        select the best weights."""
         valid = self.splits["valid"]
         half = len(valid) // 2
         n_bytes = half if selection_bytes is None else min(selection_bytes, half)
         return valid[len(valid) - self._whole(n_bytes) :]
 
     def _whole(self, n_bytes: int) -> int:
-        """``n_bytes`` rounded down to whole sequences."""
+        """Return ``n_bytes`` rounded down to whole sequences."""
         return n_bytes - n_bytes % (self.sequence or 1)
 
     def answer_masks(self, part: Tensor) -> dict[str, Tensor]:
-        """For each label, which targets of a part, uint8 ``[n]``, are answers of this kind: bool
-        ``[n - 1]``, or ``[n]`` for whole sequences."""
+        """Return for each label, which targets of a part, uint8 ``[n]``, are answers of this kind:
+        bool ``[n - 1]``, or ``[n]`` for whole sequences."""
         find = self.generated.answers
         answers = find(self._bytes(part), **self.options) if find else {}
         first_target = 0 if self.sequence else 1
         return {label: torch.from_numpy(mask[first_target:]) for label, mask in answers.items()}
 
     def repeat_masks(self, part: Tensor) -> dict[str, Tensor]:
-        """``harness.data.repeats.repeat_masks`` of a part's targets; none for a corpus that has
-        ``answers``."""
+        """Return ``harness.data.repeats.repeat_masks`` of a part's targets; none for a corpus that
+        has ``answers``."""
         if self.generated.answers:
             return {}
         masks = repeat_masks(part.numpy(), train=self.splits["train"].numpy())
         return {label: torch.from_numpy(mask) for label, mask in masks.items()}
 
     def floor_bits(self, part: Tensor) -> float | None:
-        """The lowest expected bits per byte of a causal model on the targets of a part; None if
-        unknown."""
+        """Return the lowest expected bits per byte of a causal model on the targets of a part; None
+        if unknown."""
         floor = self.generated.floor_bits
         return floor(self._bytes(part), **self.options) if floor else None
 
     def _bytes(self, part: Tensor) -> np.ndarray:
-        """The bytes of token ids."""
+        """Return the bytes of token ids."""
         return np.frombuffer(self.symbols, np.uint8)[part.numpy()]
 
     def provenance(self) -> dict[str, str | int]:
-        """The ``data`` of a row: name, length and digest of the corpus, and the corpus that it
-        stands in for."""
+        """Return the ``data`` of a row: name, length and digest of the corpus, and the corpus that
+        it stands in for."""
         provenance = {"name": self.name, "bytes": self.n_bytes, "sha256": self.sha256}
         if self.fallback_for:
             provenance["fallback_for"] = self.fallback_for
@@ -195,8 +195,8 @@ def load(
 
 
 def _check_sequence(sequence: int, *, vocabulary: int, lengths: dict[str, int]) -> None:
-    """ValueError for a vocabulary without the newline before a sequence, and for ``lengths``, by
-    their keys of ``data``, that would cut a sequence."""
+    """Raise ValueError for a vocabulary without the newline before a sequence, and for ``lengths``,
+    by their keys of ``data``, that would cut a sequence."""
     if vocabulary < 256:
         allowed = f"allowed with data.sequence={sequence} is 256"
         raise ValueError(f"data.vocabulary={vocabulary}: {allowed}")
@@ -209,7 +209,7 @@ def _check_sequence(sequence: int, *, vocabulary: int, lengths: dict[str, int]) 
 def _read(
     name: str, path: str | None, fallback: str | None, options: dict
 ) -> tuple[np.ndarray, str, OSError | None]:
-    """The bytes, the corpus's name, and if ``fallback`` was read, the error that made it
+    """Return the bytes, the corpus's name, and if ``fallback`` was read, the error that made it
     necessary."""
     if name in GENERATED:
         length = [options.pop("bytes")] if "bytes" in options else []
@@ -255,9 +255,9 @@ def _cut(content: np.ndarray, split: Sequence[float], *, sequence: int) -> list[
 def _to_token_ids(
     content: np.ndarray, parts: list[np.ndarray], *, vocabulary: int, drop_newlines: bool
 ) -> tuple[list[Tensor], bytes]:
-    """The parts as token ids, and the byte of each token id. With a vocabulary of 256, a token id
-    is the byte itself; with a smaller one, token ids number the different bytes of the corpus in
-    order."""
+    """Return the parts as token ids, and the byte of each token id. With a vocabulary of 256, a
+    token id is the byte itself; with a smaller one, token ids number the different bytes of the
+    corpus in order."""
     symbols, dropped = bytes(range(256)), b"\n" if drop_newlines else b""
     if vocabulary < 256:
         symbols = bytes(byte for byte in np.unique(content).tolist() if byte not in dropped)

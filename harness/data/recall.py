@@ -28,7 +28,7 @@ DISTANCES = (23, 47, 71, 95)
 def recall_stream(
     n_bytes: int = 1_000_000, *, distances: Sequence[int] = DISTANCES, seed: int = 0
 ) -> np.ndarray:
-    """The first ``n_bytes`` bytes of the stream: uint8 ``[n_bytes]``. ValueError unless
+    """Return the first ``n_bytes`` bytes of the stream: uint8 ``[n_bytes]``. ValueError unless
     ``distances`` has 1 to 16 integers from 1 to ``n_bytes - 1``."""
     if not 1 <= len(distances) <= LETTERS or any(
         type(d) is not int or not 1 <= d < n_bytes for d in distances
@@ -49,9 +49,9 @@ def recall_stream(
 
 
 def copies(part: np.ndarray, *, distances: Sequence[int] = DISTANCES) -> dict[str, np.ndarray]:
-    """For each distance, which bytes of a part of the stream, uint8 ``[n]``, are copies from that
-    distance: bool ``[n]``. The first byte never counts, because the capital before it is not in
-    ``part``."""
+    """Return for each distance, which bytes of a part of the stream, uint8 ``[n]``, are copies from
+    that distance: bool ``[n]``. The first byte never counts, because the capital before it is not
+    in ``part``."""
     copy_distance = np.zeros(len(part), dtype=np.int64)
     letter = part[:-1].astype(np.int64) - CAPITAL_A
     is_capital = (letter >= 0) & (letter < LETTERS)
@@ -60,6 +60,6 @@ def copies(part: np.ndarray, *, distances: Sequence[int] = DISTANCES) -> dict[st
 
 
 def recall_floor(n_bytes: int) -> float:
-    """The lowest expected bits per byte of a causal predictor on the targets of ``n_bytes``
+    """Return the lowest expected bits per byte of a causal predictor on the targets of ``n_bytes``
     consecutive bytes: at least half of these targets, rounded down, are capitals."""
     return LETTER_BITS * ((n_bytes - 1) // 2) / (n_bytes - 1)

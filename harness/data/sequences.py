@@ -22,12 +22,12 @@ class Sequences:
         self.bytes_per_step = streams * sequence
 
     def carried_bytes(self, step: int) -> int:
-        """0, because every sequence starts without state."""
+        """Return 0, because every sequence starts without state."""
         return 0
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step, counted from 0, for a shard's sequences: int64 ``[B, T]``
-        each."""
+        """Return inputs and targets of a step, counted from 0, for a shard's sequences: int64 ``[B,
+        T]`` each."""
         n, rows = len(self.sequences), []
         for index in range(self.streams)[shard_slice(self.streams, shard)]:
             epoch, position = divmod(step * self.streams + index, n)
@@ -42,9 +42,9 @@ def scored_sequences(
     batch: int,
     shard: Shard = UNSHARDED,
 ) -> Batches:
-    """All sequences of ``split [n T]`` once, in order. At most ``batch`` of them form a batch, and
-    a shard reads a contiguous part of the batches. The mask is false for rows after the last
-    sequence."""
+    """Return all sequences of ``split [n T]`` once, in order. At most ``batch`` of them form a
+    batch, and a shard reads a contiguous part of the batches. The mask is false for rows after the
+    last sequence."""
     sequences = split.view(-1, sequence)
     batch = min(batch, len(sequences))
     firsts = range(0, len(sequences), batch)
@@ -58,7 +58,7 @@ def scored_sequences(
 
 
 def sample_sequences(split: Tensor, *, sequence: int, n_bytes: int) -> Tensor:
-    """Whole sequences, spread evenly over ``split [n T]``: at most ``n_bytes``, but at least
+    """Return whole sequences, spread evenly over ``split [n T]``: at most ``n_bytes``, but at least
     one."""
     sequences = split.view(-1, sequence)
     n_sampled = max(1, min(n_bytes // sequence, len(sequences)))
@@ -66,6 +66,6 @@ def sample_sequences(split: Tensor, *, sequence: int, n_bytes: int) -> Tensor:
 
 
 def _pairs(sequences: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of sequences, uint8 ``[B, T]``: int64 ``[B, T]`` each."""
+    """Return inputs and targets of sequences, uint8 ``[B, T]``: int64 ``[B, T]`` each."""
     targets = sequences.long()
     return torch.nn.functional.pad(targets[:, :-1], (1, 0), value=NEWLINE), targets

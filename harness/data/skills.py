@@ -38,7 +38,7 @@ them."""
 
 
 def draw(seed: int, n: int, choices: int) -> np.ndarray:
-    """Independent uniform integers from 0 to ``choices`` - 1: int64 ``[n]``."""
+    """Return independent uniform integers from 0 to ``choices`` - 1: int64 ``[n]``."""
     return (integer_hash(seed, np.arange(n)) % np.uint64(choices)).astype(np.int64)
 
 
@@ -83,12 +83,13 @@ def state_tracking(n_bytes: int, seed: int) -> bytes:
 
 
 def _between(part: np.ndarray, first: str, last: str) -> np.ndarray:
-    """Which bytes lie between two characters, both included: bool ``[n]``."""
+    """Return which bytes lie between two characters, both included: bool ``[n]``."""
     return (part >= ord(first)) & (part <= ord(last))
 
 
 def recall_answers(part: np.ndarray) -> dict[str, np.ndarray]:
-    """Which digits are recalled, grouped by the bytes since their key last occurred in the line."""
+    """Return which digits are recalled, grouped by the bytes since their key last occurred in
+    the line."""
     distance = _distance_of_keys(part)
     bounds = zip((0, *DISTANCES), DISTANCES, strict=False)
     return {
@@ -98,8 +99,8 @@ def recall_answers(part: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _distance_of_keys(part: np.ndarray) -> np.ndarray:
-    """For each digit the bytes since its key last occurred in the line, or 0: int ``[n]``; 0 for
-    other bytes."""
+    """Return for each digit the bytes since its key last occurred in the line, or 0: int ``[n]``; 0
+    for other bytes."""
     distance, line = np.zeros(len(part), int), np.cumsum(part == ord("\n"))
     for key in range(KEYS):
         positions = np.flatnonzero(part[:-1] == ord("A") + key)
@@ -108,7 +109,7 @@ def _distance_of_keys(part: np.ndarray) -> np.ndarray:
 
 
 def tracking_answers(part: np.ndarray) -> dict[str, np.ndarray]:
-    """Which bytes are the order after the steps, grouped by the number of steps."""
+    """Return which bytes are the order after the steps, grouped by the number of steps."""
     capitals = np.where(_between(part, "A", "Z"), np.arange(len(part)), -1)
     word_start = np.maximum.accumulate(capitals)
     length_index = np.where(word_start >= 0, part[word_start] - ord("A"), len(WORD_LENGTHS))
@@ -152,7 +153,7 @@ def _skill(
     costs: Callable[[np.ndarray], np.ndarray],
     answers: Callable,
 ) -> GeneratedCorpus:
-    """A corpus of the bytes ``generate(n_bytes, seed)``, which may be more than ``n_bytes``.
+    """Return a corpus of the bytes ``generate(n_bytes, seed)``, which may be more than ``n_bytes``.
     ``costs(part)`` are the bits that each byte of a part costs a model with the skill."""
 
     def stream(n_bytes: int = 4_000_000, *, seed: int = 0) -> np.ndarray:

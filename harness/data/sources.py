@@ -95,7 +95,7 @@ class PublishedCorpus:
     part_of: str | None = None  # the name of the published corpus of which this is the beginning
 
     def mismatch(self, content: np.ndarray | bytes) -> str | None:
-        """Why ``content`` is not this corpus; None if it is."""
+        """Return why ``content`` is not this corpus; None if it is."""
         if len(content) != self.n_bytes:
             return f"it has {len(content):,} bytes, not {self.n_bytes:,}"
         if self.sha256 and (actual := digest(content)) != self.sha256:
@@ -123,13 +123,13 @@ PINNED = frozenset(name for name, corpus in PUBLISHED.items() if corpus.sha256)
 
 
 def digest(content: np.ndarray | bytes) -> str:
-    """SHA-256 as 64 hexadecimal digits."""
+    """Return SHA-256 as 64 hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
 
 
 def read_published(name: str, path: str | None) -> np.ndarray:
-    """The bytes of a published corpus from a file, or if ``path`` is None, from the cache or the
-    author's site. ValueError names ``data.path`` if the bytes are not those of the corpus;
+    """Return the bytes of a published corpus from a file, or if ``path`` is None, from the cache or
+    the author's site. ValueError names ``data.path`` if the bytes are not those of the corpus;
     OSError if it cannot be downloaded."""
     corpus, download_name = PUBLISHED[name], PUBLISHED[name].part_of or name
     remedy = "data=file reads any file" if path else "remove it, and it will be downloaded again"
@@ -143,10 +143,10 @@ def read_published(name: str, path: str | None) -> np.ndarray:
 
 
 def read_path(path: str) -> np.ndarray:
-    """All bytes of a file, or of all files below a folder: uint8 ``[n]``, n >= 1. Files of a folder
-    are read in the order of their relative POSIX paths, without hidden ones; links to folders are
-    followed. gzip, bzip2, xz and zip (of one file) are unpacked, whatever the file's name; other
-    archives are refused. ValueError names ``data.path``."""
+    """Return all bytes of a file, or of all files below a folder: uint8 ``[n]``, n >= 1. Files of a
+    folder are read in the order of their relative POSIX paths, without hidden ones; links to
+    folders are followed. gzip, bzip2, xz and zip (of one file) are unpacked, whatever the file's
+    name; other archives are refused. ValueError names ``data.path``."""
     try:
         location = user_path(path, key="data.path")
         if not location.exists():
@@ -165,8 +165,8 @@ def read_path(path: str) -> np.ndarray:
 
 
 def _read_folder(folder: Path, suffix: str = "", *, excluded: Set[str] = frozenset()) -> np.ndarray:
-    """Files below ``folder`` whose names end with ``suffix``, concatenated in the order of their
-    relative POSIX paths. Files and folders that are hidden or whose name is ``excluded`` are
+    """Return files below ``folder`` whose names end with ``suffix``, concatenated in the order of
+    their relative POSIX paths. Files and folders that are hidden or whose name is ``excluded`` are
     left out."""
     paths = [path for path in _files_below(folder, excluded) if path.name.endswith(suffix)]
     if not paths:
@@ -178,7 +178,7 @@ def _read_folder(folder: Path, suffix: str = "", *, excluded: Set[str] = frozens
 def _files_below(
     folder: Path, excluded: Set[str], parents: tuple[os.stat_result, ...] = ()
 ) -> Iterator[Path]:
-    """The files of ``_read_folder``. OSError for a folder that cannot be listed or contains
+    """Yield the files of ``_read_folder``. OSError for a folder that cannot be listed or contains
     itself by a link."""
     status = folder.stat()
     if any(os.path.samestat(status, parent) for parent in parents):
@@ -204,8 +204,8 @@ def _read_file(path: Path) -> np.ndarray:
 
 
 def _format_of_file(path: Path) -> str | None:
-    """The format of a file by its first bytes or, if they are damaged, by its name; None if it
-    is no archive."""
+    """Return the format of a file by its first bytes or, if they are damaged, by its name; None if
+    it is no archive."""
     with path.open("rb") as file:
         archive = _archive_format(file.read(tarfile.BLOCKSIZE))
     suffix = path.suffix.lower()
@@ -213,8 +213,8 @@ def _format_of_file(path: Path) -> str | None:
 
 
 def _archive_format(content: bytes) -> str | None:
-    """The usual suffix of the archives that begin with these bytes (at least 512, if there are as
-    many); None for other files."""
+    """Return the usual suffix of the archives that begin with these bytes (at least 512, if there
+    are as many); None for other files."""
     with suppress(tarfile.HeaderError):
         tarfile.TarInfo.frombuf(content[: tarfile.BLOCKSIZE], "utf-8", "replace")
         return ".tar"
@@ -224,7 +224,7 @@ def _archive_format(content: bytes) -> str | None:
 
 
 def unpack(path: Path) -> bytes:
-    """The content of a compressed file. Raises one of ``READ_ERRORS`` if it is damaged or a
+    """Return the content of a compressed file. Raises one of ``READ_ERRORS`` if it is damaged or a
     decompression bomb, or if its format is not one of ``OPENERS``, or if its content is an
     archive."""
     max_bytes = max(LARGE_BYTES, MAX_EXPANSION * path.stat().st_size)
@@ -263,7 +263,7 @@ OPENERS = {
 
 
 def read_stdlib() -> np.ndarray:
-    """The source of the running Python's standard library, concatenated by POSIX path: uint8
+    """Return the source of the running Python's standard library, concatenated by POSIX path: uint8
     ``[n]``. Left out are tests and IDLE (half of the source), tables of encodings and help texts,
     modules that newer Pythons dropped, and files that depend on the installation."""
     folder = Path(sysconfig.get_path("stdlib"))
@@ -279,9 +279,9 @@ def read_stdlib() -> np.ndarray:
 
 
 def fetch(name: str) -> Path:
-    """Path of ``enwik8`` or ``text8`` in the user's cache, downloaded first if it is missing. Of
-    several processes, one downloads. OSError if the corpus cannot be downloaded, or if its bytes
-    are not the expected ones."""
+    """Return the path of ``enwik8`` or ``text8`` in the user's cache, downloaded first if it is
+    missing. Of several processes, one downloads. OSError if the corpus cannot be downloaded, or if
+    its bytes are not the expected ones."""
     corpus, target = PUBLISHED[name], cache_folder() / name
     if target.is_file():
         return target

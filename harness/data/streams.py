@@ -78,12 +78,12 @@ class Streams:
             )
 
     def carried_bytes(self, step: int) -> int:
-        """Bytes of each stream that its carried state has read before this step; 0 if it starts
-        without state."""
+        """Return the bytes of each stream that its carried state has read before this step; 0 if it
+        starts without state."""
         return step % self.steps_per_epoch * self.segment if self.carry else 0
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step, counted from 0, for the streams of ``shard``: int64
+        """Return inputs and targets of a step, counted from 0, for the streams of ``shard``: int64
         ``[B, T]`` each."""
         indices = range(self.streams)[shard_slice(self.streams, shard)]
         if self.carry:
@@ -110,8 +110,8 @@ class Streams:
         return int(integer_hash(_RING, self.seed, epoch)[0]) % len(self.split)
 
     def _window_start(self, read: int) -> int:
-        """Where the window begins that follows ``read`` windows in the sequence of the epochs'
-        permutations."""
+        """Return where the window begins that follows ``read`` windows in the sequence of the
+        epochs' permutations."""
         n_windows = len(self.split) // self.segment
         epoch, index = divmod(read, n_windows)
         window = int(permutation(self.seed, epoch, n_windows)[index])
@@ -125,7 +125,7 @@ def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
 
 
 def shard_slice(n_streams: int, shard: Shard) -> slice:
-    """The streams of a shard: contiguous, and of sizes that differ between shards by at most
+    """Return the streams of a shard: contiguous, and of sizes that differ between shards by at most
     one."""
     rank, n_shards = shard
     return slice(rank * n_streams // n_shards, (rank + 1) * n_streams // n_shards)
@@ -146,17 +146,17 @@ def score_ranges(n_pairs: int, streams: int, *, context: int = 0) -> list[tuple[
 
 
 def round_context(context: int, *, n_pairs: int, streams: int, segment: int) -> int:
-    """The unscored context of a stream: ``context`` rounded up to whole segments, but not more than
-    the pairs that a stream scores, so that evaluation takes at most twice the time."""
+    """Return the unscored context of a stream: ``context`` rounded up to whole segments, but not
+    more than the pairs that a stream scores, so that evaluation takes at most twice the time."""
     return min(-(-context // segment), n_pairs // streams // segment) * segment
 
 
 def segments(
     split: Tensor, *, streams: int, segment: int, context: int = 0, shard: Shard = UNSHARDED
 ) -> Batches:
-    """All pairs of ``split [n]``, each scored once: segments ``[L, T]`` of L streams, to be read
-    with carried state. The mask is false for the ``context`` (``round_context``) of all streams
-    but the first, and after a stream's end."""
+    """Return all pairs of ``split [n]``, each scored once: segments ``[L, T]`` of L streams, to be
+    read with carried state. The mask is false for the ``context`` (``round_context``) of all
+    streams but the first, and after a stream's end."""
     ranges = torch.tensor(score_ranges(len(split) - 1, streams, context=context))
     first, end = ranges[:, :1], ranges[:, 1:]
     start = (first - context).clamp(min=0)
@@ -167,10 +167,10 @@ def segments(
 
 
 def sample_layout(pairs: int, *, streams: int, segment: int, context: int) -> tuple[int, int]:
-    """How a sample of ``pairs`` pairs is laid out: its number of streams, at most ``streams``, and
-    the number of unscored pairs that each stream reads first. This is ``context`` (at least 1)
-    rounded up to whole segments, but at most half of the stream, rounded down to whole segments;
-    0 if a stream is shorter than two segments."""
+    """Return how a sample of ``pairs`` pairs is laid out: its number of streams, at most
+    ``streams``, and the number of unscored pairs that each stream reads first. This is ``context``
+    (at least 1) rounded up to whole segments, but at most half of the stream, rounded down to whole
+    segments; 0 if a stream is shorter than two segments."""
     rounded = -(-context // segment) * segment
     n_streams = max(1, min(streams, pairs // (2 * rounded)))
     unscored = min(rounded, pairs // n_streams // 2 // segment * segment)
@@ -186,8 +186,9 @@ def samples(
     context: int = 0,
     shard: Shard = UNSHARDED,
 ) -> Batches:
-    """A sample of at most ``pairs`` pairs of ``split [n]``, in L streams of equal length, spread
-    evenly over the split. The mask is false for the first ``context`` pairs of each stream."""
+    """Return a sample of at most ``pairs`` pairs of ``split [n]``, in L streams of equal length,
+    spread evenly over the split. The mask is false for the first ``context`` pairs of each
+    stream."""
     n_pairs = len(split) - 1
     length = min(pairs, n_pairs) // streams
     start = (torch.arange(streams) * (n_pairs - length) // max(streams - 1, 1))[
@@ -205,8 +206,8 @@ def samples(
 def _read_segments(
     split: Tensor, start: Tensor, *, length: int, segment: int, scored: tuple[Tensor, Tensor]
 ) -> Batches:
-    """Segments of L streams of ``length`` pairs each, from ``start [L, 1]`` on. The mask is true
-    for pairs in the range ``scored``, (first, end)."""
+    """Return segments of L streams of ``length`` pairs each, from ``start [L, 1]`` on. The mask is
+    true for pairs in the range ``scored``, (first, end)."""
     first, end = scored
 
     def read(offset: int) -> Segment:
@@ -224,10 +225,10 @@ def windows(
     batch: int = 32,
     shard: Shard = UNSHARDED,
 ) -> Batches:
-    """All pairs of ``split [n]``, each scored once, in windows that are read without carried state.
-    A window of ``window`` pairs starts at every ``stride``-th pair. Its last ``stride`` pairs are
-    scored; of the first window, all. At most ``batch`` windows form a batch, and a shard reads a
-    contiguous part of the batches."""
+    """Return all pairs of ``split [n]``, each scored once, in windows that are read without carried
+    state. A window of ``window`` pairs starts at every ``stride``-th pair. Its last ``stride``
+    pairs are scored; of the first window, all. At most ``batch`` windows form a batch, and a shard
+    reads a contiguous part of the batches."""
     n_pairs = len(split) - 1
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)
     batch = min(batch, n_windows)
@@ -245,7 +246,7 @@ def windows(
 
 
 def _pairs(split: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the pairs at ``positions``; a position after the end reads the last
-    pair."""
+    """Return inputs and targets of the pairs at ``positions``; a position after the end reads the
+    last pair."""
     clamped = positions.clamp(max=len(split) - 2)
     return split[clamped].long(), split[clamped + 1].long()

@@ -46,8 +46,8 @@ _LEXICON, _TEXT = 1, 2
 
 
 def synthetic_text(n_bytes: int = 1_000_000, *, seed: int = 0) -> np.ndarray:
-    """The first ``n_bytes`` bytes of the text of a seed, uint8 ``[n_bytes]``. All seeds use the
-    same lexicon."""
+    """Return the first ``n_bytes`` bytes of the text of a seed, uint8 ``[n_bytes]``. All seeds use
+    the same lexicon."""
     words = _lexicon()
     numbers = [str(number).encode() for number in range(10_000)]
     pieces = [
@@ -75,8 +75,8 @@ def synthetic_text(n_bytes: int = 1_000_000, *, seed: int = 0) -> np.ndarray:
 
 
 def _lexicon() -> list[bytes]:
-    """Words by rank. Common words have fewer syllables. A sound's index is the smaller of two
-    draws, so that the first sounds of a list are the likeliest."""
+    """Return words by rank. Common words have fewer syllables. A sound's index is the smaller of
+    two draws, so that the first sounds of a list are the likeliest."""
     ranks, sound_lists = np.arange(1, 2**OCTAVES), (ONSETS, NUCLEI, CODAS)
     keys = np.ix_(ranks, range(1 + OCTAVES // 5), range(len(sound_lists)), range(2))
     drawn = integer_hash(_LEXICON, *keys).tolist()  # [rank][syllable][sound list][two draws]

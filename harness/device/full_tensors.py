@@ -4,7 +4,7 @@ from torch.utils._pytree import tree_map
 
 
 def is_dtensor(leaf: object) -> bool:
-    """Whether ``leaf`` is a ``DTensor``, without importing that class, which takes most of a
+    """Return whether ``leaf`` is a ``DTensor``, without importing that class, which takes most of a
     second."""
     return hasattr(leaf, "full_tensor")
 

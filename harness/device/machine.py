@@ -89,7 +89,7 @@ def cpu_capabilities() -> dict[str, object]:
 
 
 def has_native_bfloat16(device: torch.device) -> bool:
-    """Whether the GPU, or the CPU by ``BFLOAT16_INSTRUCTIONS``, multiplies bfloat16 without
+    """Return whether the GPU, or the CPU by ``BFLOAT16_INSTRUCTIONS``, multiplies bfloat16 without
     emulation."""
     if device.type == "cpu":
         return any(map(cpu_capabilities().get, BFLOAT16_INSTRUCTIONS))

@@ -69,7 +69,7 @@ def libraries_on_stderr() -> Iterator[None]:
 
 
 def is_lost() -> bool:
-    """Whether text for stdout or stderr was dropped."""
+    """Return whether text for stdout or stderr was dropped."""
     return any(getattr(stream, "lost", False) for stream in (sys.stdout, sys.stderr))
 
 

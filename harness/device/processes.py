@@ -241,7 +241,7 @@ def join_processes() -> Iterator[ProcessGroup]:
 
 
 def is_connection_failure(error: Exception) -> bool:
-    """Whether an error comes from torch's communication. gloo has no exception class: its
+    """Return whether an error comes from torch's communication. gloo has no exception class: its
     messages name its files."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "/gloo/" in str(error)

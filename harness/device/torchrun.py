@@ -45,8 +45,8 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def is_secondary() -> bool:
-    """Whether this process has a rank above 0, so that it does not print. False if the variables
-    cannot be read."""
+    """Return whether this process has a rank above 0, so that it does not print. False if the
+    variables cannot be read."""
     try:
         return read_launch().rank > 0
     except ValueError:
@@ -56,8 +56,8 @@ def is_secondary() -> bool:
 def check_launch(
     arguments: Sequence[str], *, multiprocess: bool, launch: Launch | None = None
 ) -> None:
-    """ValueError if torchrun started several processes of a sweep, or of a command that is not
-    ``multiprocess``."""
+    """Raise ValueError if torchrun started several processes of a sweep, or of a command that is
+    not ``multiprocess``."""
     n_processes = (launch or read_launch()).world_size
     if n_processes == 1:
         return

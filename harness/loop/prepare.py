@@ -120,8 +120,8 @@ def make_plan(cfg: DictConfig) -> Plan:
 
 
 def _check_name(plan: Plan, *, typed: bool) -> None:
-    """ValueError if a variant of the user has the name of a shipped one, with which tables would
-    confuse it."""
+    """Raise ValueError if a variant of the user has the name of a shipped one, with which tables
+    would confuse it."""
     targets = re.findall(r'"_target_": "([^"]*)"', json.dumps(plan.config["variant"]))
     ours = ("variants.", "harness.", "torch.optim.")
     foreign = any(

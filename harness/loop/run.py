@@ -228,8 +228,8 @@ class Run:
             self._peak_meter.reset()
 
     def validation_due(self) -> bool:
-        """Whether another ``eval.every`` of the budget is spent, and enough bytes since the last
-        validation."""
+        """Return whether another ``eval.every`` of the budget is spent, and enough bytes since the
+        last validation."""
         every, last, trainer = self.plan.eval.every, self.trainer.state.validated, self.trainer
         if every <= 0 or trainer.finished:
             return False
@@ -299,7 +299,7 @@ class Run:
         return functools.reduce(Peak.maximum, self._processes.all_gather(peak, long_wait=True))
 
     def checkpoint_due(self) -> bool:
-        """Whether ``checkpoint.every_steps`` or ``checkpoint.every_seconds`` asks for a
+        """Return whether ``checkpoint.every_steps`` or ``checkpoint.every_seconds`` asks for a
         checkpoint."""
         return (
             self._save_by_clock
@@ -338,8 +338,8 @@ class Run:
         raise Stopped(128 + self.stop_signal.signal_number)
 
     def finish(self) -> dict:
-        """Validate once more, score the best weights on all of the final splits, and write the
-        summary."""
+        """Validate once more, score the best weights on all of the final splits, and write
+        the summary."""
         trainer = self.trainer
         self.validate()
         best = self._processes.on_main(

@@ -54,7 +54,7 @@ class Future(NamedTuple):
         return sums._replace(max_nats=largest)
 
     def causal(self, *, precision: str, rounding: bool) -> bool:
-        """Whether a causal model is possible. With ``rounding``, later bytes may change the
+        """Return whether a causal model is possible. With ``rounding``, later bytes may change the
         rounding of predictions."""
         if not rounding:
             return self.changed == 0

@@ -277,7 +277,7 @@ class Trainer:
         return split
 
     def _check_division(self) -> None:
-        """ValueError if several processes cannot divide the work."""
+        """Raise ValueError if several processes cannot divide the work."""
         b, n_processes = self.plan.batch, self.runtime.processes.world_size
         if b.streams % n_processes:
             allowed = f"allowed are multiples of {n_processes}"

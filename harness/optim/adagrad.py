@@ -56,8 +56,8 @@ class ClippedAdagrad(Optimizer):
     def _clip_factor(
         self, parameter: Tensor, gradient: Tensor, clip: float | None
     ) -> Tensor | float:
-        """``min(1, clip / norm)``, computed on the device. The norm of a sharded parameter is
-        over all processes."""
+        """Return ``min(1, clip / norm)``, computed on the device. The norm of a sharded parameter
+        is over all processes."""
         if clip is None:
             return 1.0
         norm = torch.linalg.vector_norm(gradient)

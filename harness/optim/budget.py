@@ -58,7 +58,7 @@ class Budget:
         return getattr(self, self.unit) or self.default_bytes
 
     def fraction(self, spent: Spent) -> float:
-        """The spent fraction of the budget, from 0 to 1."""
+        """Return the spent fraction of the budget, from 0 to 1."""
         return min(1.0, getattr(spent, self.unit) / self.amount)
 
     def done(self, spent: Spent) -> bool:
@@ -80,8 +80,8 @@ class Schedule:
     floor: Fraction = 0.0  # the factor at the end of the decay
 
     def factor(self, fraction: float, *, step: int) -> float:
-        """The factor for optimizer step ``step``, counted from 0, at this spent ``fraction`` of
-        the budget."""
+        """Return the factor for optimizer step ``step``, counted from 0, at this spent ``fraction``
+        of the budget."""
         by_fraction = fraction / self.warmup_fraction if self.warmup_fraction else 1.0
         by_steps = (step + 1) / self.warmup_steps if self.warmup_steps else 1.0
         warmup = min(1.0, by_fraction, by_steps)

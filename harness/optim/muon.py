@@ -21,10 +21,10 @@ ITERATIONS = 5
 
 
 def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Matrices ``[n, rows, columns]`` with the same singular vectors, and singular values near 1.
-    Computes five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X from X = U / |U|_F,
-    with products in ``dtype``. A singular value of at least 0.002 |U|_F ends between 0.68 and
-    1.21, a smaller one between 0 and 0.87."""
+    """Return matrices ``[n, rows, columns]`` with the same singular vectors, and singular values
+    near 1. Computes five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X from X = U /
+    |U|_F, with products in ``dtype``. A singular value of at least 0.002 |U|_F ends between 0.68
+    and 1.21, a smaller one between 0 and 0.87."""
     a, b, c = COEFFICIENTS
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if is_tall else matrices
@@ -38,7 +38,7 @@ def orthogonalize(matrices: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def product_dtype(precision: str, *, like: Tensor) -> torch.dtype:
-    """The dtype of the products for parameters with the dtype and device of ``like``. With
+    """Return the dtype of the products for parameters with the dtype and device of ``like``. With
     ``precision="auto"``: float64 for float64 parameters; for others bfloat16 on CUDA and on CPUs
     with AMX, whose matrix units make it 2.5 times as fast, and float32 elsewhere."""
     if precision != "auto":

@@ -128,7 +128,7 @@ class Optimizers:
         clip_(pooled, self.clip)
 
     def _norm(self, gradients: list[Tensor], sharded: Set[Tensor]) -> Tensor:
-        """The norm of all gradients taken together, over all processes."""
+        """Return the norm of all gradients taken together, over all processes."""
         norm = torch.nn.utils.get_total_norm([g for g in gradients if g not in sharded])
         shards = [g for g in gradients if g in sharded]
         if not shards:
@@ -143,7 +143,8 @@ class Optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict:
-        """For an exact resume: the number of steps, and the optimizer state of each group."""
+        """Return for an exact resume: the number of steps, and the optimizer state of each
+        group."""
         groups = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         if self.sharded_parameters:
             groups = {
@@ -166,7 +167,7 @@ class Optimizers:
             optimizer.load_state_dict(saved)
 
     def _convert(self, name: str, state: dict, *, saving: bool) -> dict:
-        """An optimizer's state with each shard as a ``DTensor`` (``saving``), or each full
+        """Return an optimizer's state with each shard as a ``DTensor`` (``saving``), or each full
         tensor as a shard."""
         parameters = [
             p for param_group in self.optimizers[name].param_groups for p in param_group["params"]
@@ -181,8 +182,8 @@ class Optimizers:
         return state | {"state": converted}
 
     def describe(self) -> list[dict]:
-        """For each group: its name, optimizer, peak learning rate, number of parameters, their
-        fraction of all parameters, and for Muon the dtypes of its products."""
+        """Return for each group: its name, optimizer, peak learning rate, number of parameters,
+        their fraction of all parameters, and for Muon the dtypes of its products."""
         rows, total = [], sum(self._sizes.values())
         for name, group in self.groups.items():
             optimizer, size = self.optimizers[name], self._sizes[name]

@@ -37,8 +37,8 @@ class Group:
     clip: Annotated[float, Gt(0)] | None = None
 
     def build(self, *, lr: float) -> Optimizer:
-        """The optimizer at peak learning rate ``lr``. Decayed and ``undecayed`` parameters are
-        two ``param_groups``."""
+        """Return the optimizer at peak learning rate ``lr``. Decayed and ``undecayed`` parameters
+        are two ``param_groups``."""
         if "lr" in getattr(self.optimizer, "keywords", {}):
             raise ValueError(
                 f"{self.key}: the optimizer must have no lr; set optim.lr and the group's lr_scale"
@@ -70,8 +70,8 @@ class Group:
     def gradients(
         self, optimizer: Optimizer
     ) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor]]:
-        """The dense gradients, and the values of the sparse ones, which are coalesced first so that
-        no row occurs twice. ValueError if the optimizer cannot use a gradient's layout."""
+        """Return the dense gradients, and the values of the sparse ones, which are coalesced first
+        so that no row occurs twice. ValueError if the optimizer cannot use a gradient's layout."""
         dense, sparse = {}, {}
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
@@ -159,7 +159,7 @@ def assign(
 def _match(
     names: Mapping[nn.Parameter, list[str]], group: str, match: str | list[str]
 ) -> list[nn.Parameter]:
-    """The parameters with a name that matches one of the group's patterns; ValueError if a
+    """Return the parameters with a name that matches one of the group's patterns; ValueError if a
     pattern matches none."""
     matched = []
     for pattern in [match] if isinstance(match, str) else match:

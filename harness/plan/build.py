@@ -69,7 +69,7 @@ class Plan(RunSettings):
     admission: str | None = None  # what ``admission`` of ``check/admission.py`` has returned
 
     def make_model(self, *, dropout_seed: int | None = None) -> LanguageModel:
-        """The model, initialised by torch's default generator. ``dropout_seed`` is that of
+        """Return the model, initialised by torch's default generator. ``dropout_seed`` is that of
         ``LayerContext``. ValueError for sizes or settings that a sublayer does not support."""
         pool: dict = {}
         shared = {
@@ -93,7 +93,7 @@ class Plan(RunSettings):
         return model
 
     def make_optimizers(self, model: LanguageModel) -> Optimizers:
-        """The optimizers of a model built by ``make_model``."""
+        """Return the optimizers of a model built by ``make_model``."""
         optim = self.optim
         groups = assign(
             model, default=optim["default"], matrices=optim["matrices"], groups=self.groups
@@ -101,7 +101,7 @@ class Plan(RunSettings):
         return Optimizers(groups, lr=optim["lr"], schedule=optim["schedule"], clip=optim["clip"])
 
     def protocol(self) -> dict:
-        """The evaluation protocol and the order of training bytes, by which
+        """Return the evaluation protocol and the order of training bytes, by which
         ``record/comparison.py`` decides whether bits per byte are comparable."""
         context = streamed_context(self.model.span, self.model.layers)
         protocol = {
@@ -123,8 +123,8 @@ class Plan(RunSettings):
 
 
 def streamed_context(span: int, layers: int) -> int:
-    """Unscored bytes that each stream of an evaluation reads first: the receptive field, ``span``
-    times ``layers``, but at most ``MAX_CONTEXT``."""
+    """Return unscored bytes that each stream of an evaluation reads first: the receptive field,
+    ``span`` times ``layers``, but at most ``MAX_CONTEXT``."""
     return min(span * layers, MAX_CONTEXT)
 
 
@@ -202,7 +202,7 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
 
 
 def _check_sequence(plan: Plan) -> None:
-    """ValueError for settings that would cut sequences, or read them with state from before
+    """Raise ValueError for settings that would cut sequences, or read them with state from before
     them."""
     sequence, e = plan.data["sequence"], plan.eval
     if sequence is None:
@@ -219,13 +219,13 @@ def _check_sequence(plan: Plan) -> None:
 
 
 def replan(plan: Plan, **sections: dict) -> Plan:
-    """The plan of the same configuration with some keys of some sections replaced."""
+    """Return the plan of the same configuration with some keys of some sections replaced."""
     config = plan.config | {name: plan.config[name] | changes for name, changes in sections.items()}
     return plan_run(literal(config), trusted=plan.trust)
 
 
 def literal(config: dict) -> DictConfig:
-    """A configuration of plain values, in whose texts ``${`` begins no reference."""
+    """Return a configuration of plain values, in whose texts ``${`` begins no reference."""
 
     def escape(node: object) -> object:
         if isinstance(node, dict):
@@ -262,8 +262,8 @@ def _import_trusted(names: object) -> tuple[str, ...]:
 
 
 def _resolve_optim(node: object, trust: tuple[str, ...], *, lr_scale: object) -> dict:
-    """The keys of ``optim``, with optimizers as partials. ``lr`` is multiplied by the factor that
-    the variant's ``lr_scale`` has for ``optim.name``, or 1."""
+    """Return the keys of ``optim``, with optimizers as partials. ``lr`` is multiplied by the factor
+    that the variant's ``lr_scale`` has for ``optim.name``, or 1."""
     settings = parse_section(OptimSettings, node, key="optim")
     scales = parse_setting(lr_scale, dict | None, key="variant.lr_scale") or {}
     for name, factor in scales.items():
@@ -279,7 +279,8 @@ def _resolve_optim(node: object, trust: tuple[str, ...], *, lr_scale: object) ->
 def _resolve_group(
     node: object, hints: Mapping, trust: tuple[str, ...], *, key: str, required=None
 ) -> dict:
-    """The validated keys of a parameter group, with its optimizer, if it has one, as a partial."""
+    """Return the validated keys of a parameter group, with its optimizer, if it has one, as a
+    partial."""
     check_keys(parse_setting(node, dict, key=key), list(hints), key=key, required=required)
     settings = {}
     for name, setting in node.items():
@@ -293,7 +294,7 @@ def _resolve_group(
 
 
 def is_sweep() -> bool:
-    """Whether Hydra runs the jobs of a sweep."""
+    """Return whether Hydra runs the jobs of a sweep."""
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
@@ -301,14 +302,14 @@ def is_sweep() -> bool:
 
 
 def job_number() -> int:
-    """The number of this job of a sweep, counted from 0."""
+    """Return the number of this job of a sweep, counted from 0."""
     from hydra.core.hydra_config import HydraConfig
 
     return HydraConfig.get().job.num
 
 
 def typed_keys() -> set[str]:
-    """The keys that the command line of Hydra sets."""
+    """Return the keys that the command line of Hydra sets."""
     from hydra.core.hydra_config import HydraConfig
 
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)

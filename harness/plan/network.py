@@ -18,7 +18,7 @@ null if it has none."""
 
 
 def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
-    """For each layer, the names and partials of its sublayers; ValueError names the key. The
+    """Return for each layer, the names and partials of its sublayers; ValueError names the key. The
     variant's ``layers`` lists the sublayers of a layer in order. ``at`` maps layer indices, counted
     from 0 or, if negative, from the top, to lists that replace ``layers`` for single layers;
     null in place of a list keeps ``layers``."""
@@ -59,7 +59,7 @@ def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[st
 
 
 def _check_names(names: object, sublayers: Mapping[str, object], *, key: str) -> None:
-    """ValueError unless ``names`` is a list of different sublayers."""
+    """Raise ValueError unless ``names`` is a list of different sublayers."""
     is_list = isinstance(names, list) and names and all(isinstance(name, str) for name in names)
     if not is_list or len(set(names)) < len(names) or not set(names) <= sublayers.keys():
         raise ValueError(
@@ -68,7 +68,7 @@ def _check_names(names: object, sublayers: Mapping[str, object], *, key: str) ->
 
 
 def _check_sublayer(name: object, node: object) -> None:
-    """ValueError if a key of a variant is no sublayer."""
+    """Raise ValueError if a key of a variant is no sublayer."""
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise ValueError(
             f"variant.{name}={node}: no such key; allowed are {', '.join(VARIANT_KEYS)} and "
@@ -102,7 +102,7 @@ def _make_sublayer(factory: functools.partial, key: str, context: LayerContext) 
 
 
 def _check_supported(sublayer: Sublayer, context: LayerContext, *, key: str) -> None:
-    """ValueError if the sublayer does not support a setting of the run, because it would
+    """Raise ValueError if the sublayer does not support a setting of the run, because it would
     silently ignore it."""
     supported, label = sublayer.honours, f"{key} ({type(sublayer).__name__})"
     for name in ("cache", "attend_self"):

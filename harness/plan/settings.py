@@ -169,8 +169,9 @@ class RunSettings:
 
 
 def parse_section(cls: type, node: object, *, key: str):
-    """An instance of the dataclass ``cls`` from a section of the configuration. ``key`` is the
-    section's dotted key, empty at the top. ValueError for unknown, missing and malformed keys."""
+    """Return an instance of the dataclass ``cls`` from a section of the configuration. ``key`` is
+    the section's dotted key, empty at the top. ValueError for unknown, missing and malformed
+    keys."""
     hints, fields = typing.get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
     required = [field.name for field in fields if field.default is field.default_factory]
     check_keys(node, [field.name for field in fields], key=key, required=required)
@@ -190,8 +191,8 @@ def parse_section(cls: type, node: object, *, key: str):
 def check_keys(
     node: object, names: Iterable[str], *, key: str, required: Iterable[str] | None = None
 ) -> None:
-    """ValueError unless ``node`` is a section with keys of ``names`` only, and all ``required``
-    ones (default: all)."""
+    """Raise ValueError unless ``node`` is a section with keys of ``names`` only, and all
+    ``required`` ones (default: all)."""
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be a section with the keys {', '.join(names)}")
     prefix = f"{key}." if key else ""
@@ -208,7 +209,7 @@ def check_keys(
 
 
 def parse_setting(setting: object, hint: object, *, key: str) -> Any:
-    """The setting converted to the annotated type ``hint``; ValueError names key, value and
+    """Return the setting converted to the annotated type ``hint``; ValueError names key, value and
     requirement."""
     try:
         return _adapter(hint).validate_python(setting)
@@ -247,7 +248,7 @@ def _adapter(hint: object) -> TypeAdapter:
 
 
 def _pydantic_hint(hint: object) -> object:
-    """The annotation for pydantic: 1e6 is accepted as an integer, a list for a tuple, any
+    """Return the annotation for pydantic: 1e6 is accepted as an integer, a list for a tuple, any
     mapping for a dictionary."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is int:

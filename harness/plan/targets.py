@@ -32,8 +32,8 @@ CONTRACT = tuple(RESERVED_KEYWORDS)
 
 
 def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Callable:
-    """A partial of the node's class, with nested targets resolved the same way. ValueError if the
-    node is malformed, or its target is not allowed.
+    """Return a partial of the node's class, with nested targets resolved the same way. ValueError
+    if the node is malformed, or its target is not allowed.
 
     Args:
         node: ``_target_``, ``_partial_: true`` (optional for a torch.nn.Module), and keywords of
@@ -79,8 +79,8 @@ def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Ca
 
 
 def constructor_schema(cls: type, *, key: str) -> dict[str, tuple[object, bool]]:
-    """The constructor's keywords that are keys of the configuration: ``{name: (annotation, whether
-    it is required)}``. The harness sets the first argument of a contract type, and its
+    """Return the constructor's keywords that are keys of the configuration: ``{name: (annotation,
+    whether it is required)}``. The harness sets the first argument of a contract type, and its
     ``RESERVED_KEYWORDS``. ``key`` is for errors."""
     base = next((base for base in CONTRACT if issubclass(cls, base)), None)
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
@@ -136,7 +136,7 @@ def _load_class(target: str, *, key: str, base: type, trust: tuple[str, ...]) ->
 
 
 def describe(error: BaseException) -> str:
-    """The message of an error, or a message for ``exit`` in the code of a user."""
+    """Return the message of an error, or a message for ``exit`` in the code of a user."""
     return f"its code calls exit({error.code})" if isinstance(error, SystemExit) else str(error)
 
 

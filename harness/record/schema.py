@@ -68,6 +68,6 @@ def flatten(node: Mapping, *, separator: str = ".", prefix: str = "") -> dict[st
 
 
 def is_number(node: object) -> bool:
-    """Whether ``node`` is a number, finite and below ``MAX_NUMBER``. True and False are not
+    """Return whether ``node`` is a number, finite and below ``MAX_NUMBER``. True and False are not
     numbers."""
     return isinstance(node, int | float) and not isinstance(node, bool) and abs(node) < MAX_NUMBER

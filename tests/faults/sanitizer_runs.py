@@ -41,7 +41,7 @@ EDGES = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 255, 
 
 
 def is_supported(march: str) -> bool:
-    """Whether this CPU can run code compiled with ``-march``."""
+    """Return whether this CPU can run code compiled with ``-march``."""
     return INSTRUCTIONS[march] in Path("/proc/cpuinfo").read_text().split()
 
 

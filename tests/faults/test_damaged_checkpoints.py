@@ -13,7 +13,7 @@ import torch
 from harness.record import checkpoint
 from harness.record.rows import RECORD
 from harness.trained import read_run
-from tests.small_runs import crash, make_run, rows_of, run_to_end, temporary_cwd, whole_run  # noqa: F401 - a fixture
+from tests.small_runs import crash, make_run, rows_of, run_to_end, temporary_cwd, whole_run  # noqa: F401
 
 WORDS = ("variant=mhsa", "budget.steps=13", "checkpoint.every_steps=3", "eval.test=false")
 NEWEST, PREVIOUS, BEST = (

@@ -43,7 +43,7 @@ OPTIMIZERS = {
 
 
 def tensors_of(trainer: Trainer) -> dict:
-    """Copies of all tensors that an update may change: weights and states of optimizers,
+    """Return copies of all tensors that an update may change: weights and states of optimizers,
     gathered from all ranks."""
     optimizers = trainer.optimizers.state_dict()["groups"]
     tensors = {
@@ -141,7 +141,7 @@ def test_weights_that_are_not_finite_are_neither_scored_nor_saved(read: Callable
 
 
 def diverge_in_rank_1() -> list[tuple[str, bool, bool]]:
-    """For three runs that diverge in rank 1: the error, whether weights stay equal, and if
+    """Return for three runs that diverge in rank 1: the error, whether weights stay equal, and if
     another rank prints it."""
     endings = []
     with join_processes() as processes:

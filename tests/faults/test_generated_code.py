@@ -56,7 +56,7 @@ def generated(monkeypatch) -> Iterator[list[str]]:
 
 
 def small_model(variant: str) -> LanguageModel:
-    """A small model of the variant, with one layer of each kind."""
+    """Return a small model of the variant, with one layer of each kind."""
     model = plan(*TINY, *sized(variant)).make_model()
     model.layers = nn.ModuleList({repr(layer): layer for layer in model.layers}.values())
     return model

@@ -26,7 +26,7 @@ PROGRAM += "torch.save(kernel_outputs(int(os.environ['OMP_NUM_THREADS'])), sys.a
 
 
 def kernel_outputs_of_process(file, **environment: str) -> list[torch.Tensor]:
-    """The values of ``test_native.kernel_outputs`` in a new process, which saves them to
+    """Return the values of ``test_native.kernel_outputs`` in a new process, which saves them to
     ``file``."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     subprocess.run(

@@ -63,8 +63,9 @@ finally:
 def run_program(
     *words: str, moments: tuple[int, ...] = (), signal_number: int = 0
 ) -> tuple[int, str]:
-    """Exit code and output of a training command that sends itself a signal at ``moments``:
-    operations on files in ``outputs`` and middles of writes to them, counted from 1."""
+    """Return the exit code and output of a training command that sends itself a signal at
+    ``moments``: operations on files in ``outputs`` and middles of writes to them, counted from
+    1."""
     program, printed, train = Path("program.py").absolute(), Path("printed"), str(ROOT / "train.py")
     program.write_text(KILLED_PROGRAM)
     variables = {
@@ -80,8 +81,8 @@ def run_program(
 
 
 def rows_in(outputs: Path) -> dict[str, list[dict]]:
-    """By run folder, the rows without keys that may differ; ``config`` has the random name of a
-    sweep's group."""
+    """Return, by run folder, the rows without keys that may differ; ``config`` has the random name
+    of a sweep's group."""
     records = {
         path.name: [json.loads(line) for line in (path / RECORD).open()]
         for path in run_folders(outputs)

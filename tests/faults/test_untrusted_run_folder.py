@@ -52,7 +52,7 @@ def configure(run: Path, **sections: object):
 
 
 def refused(run: Path, script: str, *words: str) -> str:
-    """The error message of a command that must end with exit code 2 and create or remove no
+    """Return the error message of a command that must end with exit code 2 and create or remove no
     file."""
     before = sorted(run.parent.rglob("*"))
     outcome = call(script, *words)
@@ -62,7 +62,7 @@ def refused(run: Path, script: str, *words: str) -> str:
 
 
 def plan_of_folder(run: Path) -> Plan:
-    """The plan that commands build from the folder's configuration."""
+    """Return the plan that commands build from the folder's configuration."""
     runtime = OmegaConf.load(CONF / "runtime" / "default.yaml")
     return plan_of_run(run, key="run", runtime=runtime, trust=[])
 

@@ -118,13 +118,13 @@ VARIANT_WORDS = {
 
 
 def numerics(case: str) -> dict[str, int | None]:
-    """Versions of the pinned values: ``numerics`` of the variant's file, and ``NUMERICS`` of the
-    shared code."""
+    """Return versions of the pinned values: ``numerics`` of the variant's file, and ``NUMERICS`` of
+    the shared code."""
     return {"variant": variant_file(CASES[case][0]).get("numerics"), "shared": NUMERICS}
 
 
 def make_trainer(case: str, *, optim: str, backend: str) -> Trainer:
-    """A trainer before its first step. ValueError if ``backend`` cannot compute the case."""
+    """Return a trainer before its first step. ValueError if ``backend`` cannot compute the case."""
     config = copy.deepcopy(_composed(case))
     config.optim = compose_config(f"optim={optim}", f"optim.lr={RATES[optim]}").optim
     config.runtime.backend = backend
@@ -184,8 +184,8 @@ def _projected(model: LanguageModel, tensor: Tensor, value: float) -> Tensor:
 
 @cache
 def _kernel() -> CDLL | str:
-    """The CPU kernel with vectors of at most 32 bytes. Executed FLOPs include the padding of keys
-    to whole vectors, so they depend on the width of vectors."""
+    """Return the CPU kernel with vectors of at most 32 bytes. Executed FLOPs include the padding of
+    keys to whole vectors, so they depend on the width of vectors."""
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     with patch.dict(os.environ, {native.MARCH: "x86-64-v3"} if wide else {}):
         return native.load("window_cpu", window_cpu.SOURCE)
@@ -193,7 +193,8 @@ def _kernel() -> CDLL | str:
 
 @patch.object(window_cpu, "_library", _kernel)
 def measure(case: str, *, backend: str) -> dict | None:
-    """The numbers of a case by one backend, or None if the backend does not support the case."""
+    """Return the numbers of a case by one backend, or None if the backend does not support the
+    case."""
     numbers = {}
     for optim in RATES:
         try:
@@ -217,8 +218,8 @@ def measure(case: str, *, backend: str) -> dict | None:
 
 
 def _train(trainer: Trainer) -> dict:
-    """Bits per byte of each step and, after the last one, of valid with carried state; and the
-    FLOPs spent."""
+    """Return bits per byte of each step and, after the last one, of valid with carried state; and
+    the FLOPs spent."""
     losses = []
     for _ in range(STEPS):
         trainer.step()
@@ -240,8 +241,8 @@ def read(case: str) -> dict:
 
 
 def differences(file: dict, measured: dict) -> list[str]:
-    """Each difference between a file and one backend's measurement: key and both numbers, None
-    where one is absent."""
+    """Return each difference between a file and one backend's measurement: key and both numbers,
+    None where one is absent."""
     tolerance, new = file.get("tolerance", TOLERANCE), dict(flatten(measured))
     unmeasured = [f".{backend}" for backend in BACKENDS if f"state_bytes.{backend}" not in new]
     old = dict(flatten(file | {"numerics": None, "tolerance": None}))
@@ -256,7 +257,7 @@ def differences(file: dict, measured: dict) -> list[str]:
 
 
 def flatten(node: dict | list, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Numbers by their dotted keys."""
+    """Yield numbers by their dotted keys."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node):
         if isinstance(value, dict | list):
             yield from flatten(value, f"{prefix}{key}.")
@@ -265,7 +266,7 @@ def flatten(node: dict | list, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 def explanation(case: str, moved: list[str]) -> str:
-    """The message about numbers that moved, with instructions."""
+    """Return the message about numbers that moved, with instructions."""
     return (
         f"tests/golden/{case}.json: {'; '.join(moved)}. If this is intended: raise numerics in "
         f"conf/variant/{CASES[case][0]}.yaml, or for shared code NUMERICS in harness/model.py, "

@@ -20,19 +20,20 @@ from tests.reference.attention import Mask
 
 
 def soft_mask(x: int, *, z: Tensor, ramp: int) -> Tensor:
-    """m_z(x), a scalar in [0, 1]: 1 up to x = z, then falling linearly to 0 at x = z + R."""
+    """Return m_z(x), a scalar in [0, 1]: 1 up to x = z, then falling linearly to 0 at x = z + R."""
     return torch.clamp((ramp + z - x) / ramp, 0, 1)
 
 
 def adaptive_mask(fractions: Tensor, *, span: int, ramp: int) -> Mask:
-    """The mask of learned spans z_h = S f_h from ``fractions [H]``."""
+    """Return the mask of learned spans z_h = S f_h from ``fractions [H]``."""
     return lambda head, distance, query_input: soft_mask(
         distance, z=span * fractions[head], ramp=ramp
     )
 
 
 def dynamic_mask(vectors: Tensor, *, biases: Tensor, span: int, ramp: int) -> Mask:
-    """The mask of spans that depend on the input, from ``vectors [H, D]`` and ``biases [H]``."""
+    """Return the mask of spans that depend on the input, from ``vectors [H, D]`` and ``biases
+    [H]``."""
 
     def mask(head: int, distance: int, query_input: Tensor) -> Tensor:
         fraction = torch.sigmoid(vectors[head] @ query_input + biases[head])
@@ -42,7 +43,7 @@ def dynamic_mask(vectors: Tensor, *, biases: Tensor, span: int, ramp: int) -> Ma
 
 
 def dynamic_fractions(x: Tensor, *, vectors: Tensor, biases: Tensor) -> Tensor:
-    """sigmoid(v_h . x_t + b_h) for the inputs ``x [B, T, D]``: ``[B, T, H]``."""
+    """Return sigmoid(v_h . x_t + b_h) for the inputs ``x [B, T, D]``: ``[B, T, H]``."""
     fractions = torch.empty(*x.shape[:2], len(biases), dtype=torch.float64)
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
@@ -52,7 +53,7 @@ def dynamic_fractions(x: Tensor, *, vectors: Tensor, biases: Tensor) -> Tensor:
 
 
 def span_loss(fractions: Tensor, *, span: int, weight: float) -> Tensor:
-    """One layer's share of the span loss, a scalar in nats per byte: (weight / H) sum_h z_h.
+    """Return one layer's share of the span loss, a scalar in nats per byte: (weight / H) sum_h z_h.
 
     Args:
         fractions: ``[H]``, or ``[B, T, H]`` for dynamic spans, whose loss is averaged over bytes.

@@ -16,6 +16,6 @@ from torch import Tensor
 def persistent_vectors(
     key_parameters: Tensor, *, value_parameters: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """M_k and M_v, each ``[H, N, K]``, from parameters of the same shapes."""
+    """Return m_k and M_v, each ``[H, N, K]``, from parameters of the same shapes."""
     _, n_vectors, width = key_parameters.shape
     return math.sqrt(width) * key_parameters, math.sqrt(n_vectors) * value_parameters

@@ -39,22 +39,23 @@ KeyWeight = Callable[[int, Tensor, Tensor, int], Tensor]
 
 
 def visible_keys(query_index: int, *, span: int, attend_self: bool) -> list[tuple[int, int]]:
-    """(x, index) of the at most ``span`` keys that the query at ``query_index`` sees, nearest
-    first."""
+    """Return (x, index) of the at most ``span`` keys that the query at ``query_index`` sees,
+    nearest first."""
     nearest = query_index if attend_self else query_index - 1
     return [(distance, nearest - distance) for distance in range(span) if nearest - distance >= 0]
 
 
 def weighted_mean(weights: list[Tensor], vectors: list[Tensor], *, width: int) -> Tensor:
-    """sum w v / sum w, ``[width]``. Zeros if there are no vectors or if all weights are 0."""
+    """Return sum w v / sum w, ``[width]``. Zeros if there are no vectors or if all weights are
+    0."""
     if not weights or sum(weights) == 0:
         return torch.zeros(width, dtype=torch.float64)
     return sum(w * v for w, v in zip(weights, vectors, strict=True)) / sum(weights)
 
 
 def normed(vector: Tensor, gain: Tensor | None) -> Tensor:
-    """``vector [K]`` divided by its root mean square and multiplied by the gain. Without a gain,
-    the vector itself."""
+    """Return ``vector [K]`` divided by its root mean square and multiplied by the gain. Without a
+    gain, the vector itself."""
     return vector if gain is None else gain * vector / torch.sqrt((vector**2).mean() + 1e-6)
 
 
@@ -85,7 +86,7 @@ def attention(
     start: int = 0,
     mix: Tensor | None = None,
 ) -> Tensor:
-    """Attention outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
+    """Return attention outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
         wq: ``[H K, D]``; head h has rows h K to (h + 1) K.

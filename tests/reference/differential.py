@@ -34,7 +34,7 @@ def differential(
     past_is_constant: bool,
     mix: Tensor | None = None,
 ) -> Tensor:
-    """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
+    """Return outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
         factors: l_0 .. l_3, ``[K]`` each.

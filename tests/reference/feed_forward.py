@@ -16,8 +16,8 @@ from torch import Tensor
 
 
 def activate(inner: Tensor, *, activation: str) -> Tensor:
-    """act of the inner units, ``[F]``. ``inner`` is ``[F]``, or ``[2 F]`` for swiglu, with the
-    gates first."""
+    """Return the activations of the inner units, ``[F]``. ``inner`` is ``[F]``, or ``[2 F]`` for
+    swiglu, with the gates first."""
     if activation == "relu":
         return torch.relu(inner)
     if activation == "gelu":
@@ -42,7 +42,7 @@ def feed_forward(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """FFN of every position of ``x [B, T, D]``.
+    """Return FFN of every position of ``x [B, T, D]``.
 
     ``up [F, D]`` (``[2 F, D]`` for swiglu) is V, ``down [D, F]`` is U, ``up_bias`` is b and
     ``down_bias`` is c."""

@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 def forget_biases(stream: Tensor, *, weight: Tensor, bias: Tensor, constant: int = 0) -> Tensor:
-    """b ``[B, H, L]`` of inputs ``stream [B, L, D]``, for ``weight [H, D]`` (w_f) and ``bias [H]``
-    (b_f).
+    """Return b ``[B, H, L]`` of inputs ``stream [B, L, D]``, for ``weight [H, D]`` (w_f) and ``bias
+    [H]`` (b_f).
 
     The gates of the first ``constant`` bytes are detached."""
     b = []

@@ -34,7 +34,7 @@ def gated_delta(
     past: Tensor,
     mix: Tensor | None = None,
 ) -> Tensor:
-    """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
+    """Return outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
         wa, ba: ``[H, D]`` and ``[H]``, or ``[H K, D]`` and ``[H K]``, of decays.
@@ -83,8 +83,8 @@ def gated_delta(
 def filtered(
     stream: Tensor, t: int, matrix: Tensor, filters: Tensor, before: int, mix: Tensor | None
 ) -> Tensor:
-    """silu(sum_i f_i * W x_{t - i}) ``[K]``, where f_0 is the last row, and inputs before the
-    stream are zeros. ``mix`` mixes the projections as keys."""
+    """Return silu(sum_i f_i * W x_{t - i}) ``[K]``, where f_0 is the last row, and inputs before
+    the stream are zeros. ``mix`` mixes the projections as keys."""
     total = torch.zeros(len(matrix), dtype=stream.dtype)
     for i, tap in enumerate(reversed(filters)):
         if t - i >= 0:

@@ -30,7 +30,7 @@ def gated_linear(
     past: Tensor,
     mix: Tensor | None = None,
 ) -> Tensor:
-    """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
+    """Return outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
         wa, ba: ``[H, D]`` and ``[H]``, of decays.

@@ -14,7 +14,7 @@ def mixed_key(
     bias: Tensor | float = 0.0,
     constant: int = 0,
 ) -> Tensor:
-    """The key ``[K]`` at ``index`` of a stream with inputs ``[D]``.
+    """Return the key ``[K]`` at ``index`` of a stream with inputs ``[D]``.
 
     Args:
         matrix: ``[K, D]``, of the projection.

@@ -37,7 +37,7 @@ def latent_attention(
     past: Tensor,
     mix: Tensor | None = None,
 ) -> Tensor:
-    """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
+    """Return outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
         wq: ``[H (K + R), D]``, for each head the rows of W_q and then those of W_p.

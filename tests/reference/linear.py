@@ -21,7 +21,7 @@ Product = Callable[[int, Tensor, Tensor], Tensor]
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
-    """x + 1 above 0, exp(x) from 0 down."""
+    """Return x + 1 above 0, exp(x) from 0 down."""
     return torch.stack([element + 1 if element > 0 else torch.exp(element) for element in x])
 
 
@@ -32,7 +32,7 @@ def relu(x: Tensor) -> Tensor:
 def linear_attention(
     x: Tensor, *, product: Product, position: str, heads: int, past: Tensor, **others
 ) -> Tensor:
-    """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
+    """Return outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
         product: phi(q) . phi(k) of a head.

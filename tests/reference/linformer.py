@@ -48,8 +48,8 @@ def linformer(
     compressor: str,
     top_k: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs ``[B, T, D]`` and the loss for ``x [B, T, D]``. The streams begin with ``past [B, L,
-    D]``.
+    """Return outputs ``[B, T, D]`` and the loss for ``x [B, T, D]``. The streams begin with ``past
+    [B, L, D]``.
 
     Args:
         weights: ``query``, ``key``, ``value`` ``[H K, D]``, ``output [D, H K]``; of ``linear``,

@@ -15,7 +15,7 @@ from tests.reference.attention import attention
 def local_attention(
     x: Tensor, *, past: list[Tensor], block: int, attend_self: bool, **others
 ) -> Tensor:
-    """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]``.
+    """Return outputs ``[B, T, D]`` for the inputs ``x [B, T, D]``.
 
     Args:
         past: for each stream all inputs before ``x``, ``[L_b, D]``.

@@ -21,7 +21,7 @@ def longformer_attention(
     past: Tensor,
     **others,
 ) -> Tensor:
-    """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
+    """Return outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
         windows, dilations: w and n of each head.

@@ -12,7 +12,7 @@ from tests.reference.product_key_memory import product_key_memory
 
 
 def gated(x: Tensor, *, w1: Tensor, w2: Tensor, **memory) -> Tensor:
-    """Outputs ``[B, T, D]`` for inputs ``x [B, T, D]``. ``memory`` are the arguments of
+    """Return outputs ``[B, T, D]`` for inputs ``x [B, T, D]``. ``memory`` are the arguments of
     ``product_key_memory``."""
     read, y = product_key_memory(x, **memory), torch.zeros_like(x)
     for b in range(x.shape[0]):
@@ -23,7 +23,7 @@ def gated(x: Tensor, *, w1: Tensor, w2: Tensor, **memory) -> Tensor:
 
 
 def experts(x: Tensor, *, inputs: Tensor, **memory) -> Tensor:
-    """Outputs ``[B, T, D]`` for ``x [B, T, D]``, with ``inputs`` u and ``values`` v, both ``[C
-    C, D]``."""
+    """Return outputs ``[B, T, D]`` for ``x [B, T, D]``, with ``inputs`` u and ``values`` v, both
+    ``[C C, D]``."""
     hidden = lambda slot, x_t: activate(inputs[slot] @ x_t, activation="gelu")  # noqa: E731
     return product_key_memory(x, **memory, factor=hidden)

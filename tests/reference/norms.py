@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def standardise(values: Tensor, *, eps: float) -> Tensor:
-    """(values - mean) / sqrt(variance + eps) of a vector ``[n]``."""
+    """Return (values - mean) / sqrt(variance + eps) of a vector ``[n]``."""
     mean = values.sum() / len(values)
     variance = ((values - mean) ** 2).sum() / len(values)
     return (values - mean) / torch.sqrt(variance + eps)

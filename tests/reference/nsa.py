@@ -39,7 +39,7 @@ def native_sparse(
     attend_self: bool,
     position: str,
 ) -> Tensor:
-    """Outputs ``[B, T, D]`` for ``x [B, T, D]``. The streams begin with ``past [B, L, D]``.
+    """Return outputs ``[B, T, D]`` for ``x [B, T, D]``. The streams begin with ``past [B, L, D]``.
 
     Args:
         weights: ``query [H K, D]``, ``key``, ``value`` ``[G K, D]`` of the window, ``far [2 G K,

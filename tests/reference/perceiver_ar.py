@@ -30,13 +30,15 @@ class Layer:
 
 
 def rms_norm(x: Tensor, *, gain: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) times the gain, of each vector of ``[B, T, D]`` (1910.07467)."""
+    """Return x / sqrt(mean(x^2) + eps) times the gain, of each vector of ``[B, T, D]``
+    (1910.07467)."""
     mean = torch.stack([torch.stack([(z * z).sum() / len(z) for z in row]) for row in x])
     return x / torch.sqrt(mean + torch.finfo(x.dtype).eps)[..., None] * gain
 
 
 def perceiver_ar(x: Tensor, *, layers: list[Layer], latents: int, span: int, heads: int) -> Tensor:
-    """The residual stream ``[B, T, D]`` after the last layer for embedded bytes ``x [B, T, D]``.
+    """Return the residual stream ``[B, T, D]`` after the last layer for embedded bytes ``x [B, T,
+    D]``.
 
     Args:
         latents: M.

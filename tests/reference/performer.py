@@ -12,7 +12,7 @@ from tests.reference.linear import Product
 
 
 def positive_features(x: Tensor, *, rows: Tensor) -> Tensor:
-    """phi ``[m]`` of a query or key ``[K]``, with ``rows [m, K]``."""
+    """Return phi ``[m]`` of a query or key ``[K]``, with ``rows [m, K]``."""
     scaled = x / len(x) ** 0.25
     return torch.stack(
         [torch.exp(row @ scaled - scaled @ scaled / 2) / len(rows) ** 0.5 for row in rows]
@@ -20,7 +20,7 @@ def positive_features(x: Tensor, *, rows: Tensor) -> Tensor:
 
 
 def random_feature_product(rows: Tensor) -> Product:
-    """phi(q) . phi(k) with the rows of each head, ``[H, m, K]``."""
+    """Return phi(q) . phi(k) with the rows of each head, ``[H, m, K]``."""
 
     def product(head: int, query: Tensor, key: Tensor) -> Tensor:
         return positive_features(query, rows=rows[head]) @ positive_features(key, rows=rows[head])

@@ -19,7 +19,7 @@ ROTARY_BASE = 10_000.0
 
 
 def rotary(x: Tensor, *, position: int) -> Tensor:
-    """R_position x: a vector ``[..., K]`` (K even) rotated by its absolute ``position``.
+    """Return r_position x: a vector ``[..., K]`` (K even) rotated by its absolute ``position``.
 
     Coordinates i and i + K/2 are rotated by position * base^(-2i/K) radians. The angle is rounded
     to float64, so its error at position 10^7 is about 1e-9."""
@@ -32,7 +32,7 @@ def rotary(x: Tensor, *, position: int) -> Tensor:
 
 
 def sinusoid(position: int, *, d_model: int) -> Tensor:
-    """The vector ``[D]`` added to the input at ``position``: sines at even, cosines at odd
+    """Return the vector ``[D]`` added to the input at ``position``: sines at even, cosines at odd
     dimensions."""
     encoding = torch.empty(d_model, dtype=torch.float64)
     for dimension in range(d_model):
@@ -42,7 +42,7 @@ def sinusoid(position: int, *, d_model: int) -> Tensor:
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Slopes ``[H]``: 2^(-8 (h + 1) / H) if H is a power of two.
+    """Return slopes ``[H]``: 2^(-8 (h + 1) / H) if H is a power of two.
 
     Otherwise let P be the largest power of two below H. The slopes are the P slopes of P heads,
     followed by the first, third, fifth, ... slopes of 2 P heads."""
@@ -63,7 +63,7 @@ def score(
     slope: float,
     table: Tensor | None,
 ) -> Tensor:
-    """The score s of one query ``[K]`` and one key ``[K]`` of the context, a scalar.
+    """Return the score s of one query ``[K]`` and one key ``[K]`` of the context, a scalar.
 
     Args:
         position: "none", "rotary", "relative" or "alibi".

@@ -24,7 +24,7 @@ Norm = tuple[str, Tensor, Tensor, float]
 def queries(
     x: Tensor, *, weight: Tensor, bias: Tensor | None, norm: Norm | None, heads: int
 ) -> Tensor:
-    """The normalised queries ``[B, T, H, Dq]`` of the inputs ``x [B, T, D]``."""
+    """Return the normalised queries ``[B, T, H, Dq]`` of the inputs ``x [B, T, D]``."""
     rows = torch.stack([weight @ x[b, t] for b in range(x.shape[0]) for t in range(x.shape[1])])
     if bias is not None:
         rows = rows + bias
@@ -43,7 +43,8 @@ def queries(
 
 
 def best_slots(query: Tensor, *, keys: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` best slots of one head, int64 ``[k]``, best first, and their scores ``[k]``.
+    """Return the ``top_k`` best slots of one head, int64 ``[k]``, best first, and their scores
+    ``[k]``.
 
     ``query [Dq]``, ``keys [2, C, Dq/2]``. Of slots with equal scores the lower one is first."""
     half = len(query) // 2
@@ -67,7 +68,7 @@ def product_key_memory(
     activation: str,
     factor: Callable[[int, Tensor], Tensor] = lambda slot, x_t: 1.0,
 ) -> Tensor:
-    """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]``.
+    """Return outputs ``[B, T, D]`` for the inputs ``x [B, T, D]``.
 
     Args:
         query_weight, query_bias: ``[H Dq, D]`` and ``[H Dq]``.

@@ -19,7 +19,7 @@ from tests.reference.positions import alibi_slopes, score
 
 
 def bucket(query: Tensor, rotation: Tensor) -> int:
-    """h of a vector ``[K]`` under ``rotation [K, b]``."""
+    """Return h of a vector ``[K]`` under ``rotation [K, b]``."""
     projections = [(query @ rotation[:, column]).item() for column in range(rotation.shape[1])]
     projections += [-projection for projection in projections]
     return projections.index(max(projections))
@@ -37,7 +37,7 @@ def reformer(
     past: Tensor,
     **others,
 ) -> Tensor:
-    """Outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
+    """Return outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
         wq: ``[H K, D]``; head h has rows h K to (h + 1) K.

@@ -74,8 +74,8 @@ def sublayer(x, w, *, heads, span, ramp, top_k):
 
 
 def bits_per_byte(weights, data, **sizes):
-    """Mean bits over the pairs of ``data``, bytes ``[n]``. ``sizes`` are heads, span, ramp and
-    top_k."""
+    """Return the mean bits over the pairs of ``data``, bytes ``[n]``. ``sizes`` are heads, span,
+    ramp and top_k."""
     x = weights["embedding.weight"][data[:-1]]
     # in order
     for name in [

@@ -18,7 +18,7 @@ from tests.reference.positions import sinusoid
 
 
 def transformer_xl(x: Tensor, *, wr: Tensor, u: Tensor, v: Tensor, **others) -> Tensor:
-    """Attention outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
+    """Return attention outputs ``[B, T, D]`` for the inputs ``x [B, T, D]`` of one segment.
 
     Args:
         wr: ``[H K, D]``; head h has rows h K to (h + 1) K.

@@ -43,7 +43,7 @@ def logits_and_gradients(
     forward: Callable | None = None,
     autocast=nullcontext,
 ) -> dict[str, Tensor]:
-    """Logits of every segment and every gradient, in float64 on the CPU.
+    """Return logits of every segment and every gradient, in float64 on the CPU.
 
     Args:
         tokens: int64 ``[B, T + 1]`` on the model's device, T = sum of ``segments``; the last byte
@@ -75,8 +75,8 @@ def compare(
     tolerance: float,
     plain: dict[str, Tensor] | None = None,
 ) -> tuple[bool, str]:
-    """Whether all errors are within their tolerances, and the error that is largest relative to its
-    tolerance.
+    """Return whether all errors are within their tolerances, and the error that is largest relative
+    to its tolerance.
 
     Args:
         tolerance: an error that is always allowed.
@@ -114,7 +114,7 @@ def equal_backends(fast: Subject, plain: Subject) -> Verdict:
 
 
 def errors(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """The error of each output by name; infinity if an entry is not finite."""
+    """Return the error of each output by name; infinity if an entry is not finite."""
     smallest_scale = VANISHING_SHARE * median(
         x.square().mean().sqrt().item() for x in expected.values()
     )

@@ -75,13 +75,14 @@ class Subject:
         self.forward_pass[:] = [f"{mode}, byte {first}" + (f" to {last}" if last > first else "")]
 
     def random_bytes(self, *, length: int | None = None, seed: int = 0, streams: int = 3) -> Tensor:
-        """Random bytes ``[streams, length]``."""
+        """Return random bytes ``[streams, length]``."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(self.vocabulary, (streams, length or self.length), generator=generator)
 
     def mixed_bytes(self, *, length: int, streams: int, seed: int) -> Tensor:
-        """Bytes ``[streams, length]``: uniform ones, and in every second stream those of ``text``,
-        from a random place on. In text, unlike in uniform bytes, words and letters repeat."""
+        """Return bytes ``[streams, length]``: uniform ones, and in every second stream those of
+        ``text``, from a random place on. In text, unlike in uniform bytes, words and letters
+        repeat."""
         tokens = self.random_bytes(length=length, streams=streams, seed=seed)
         text = self.text
         if text is None:
@@ -93,9 +94,9 @@ class Subject:
         return torch.where(torch.arange(streams)[:, None] % 2 == 1, excerpts, tokens)
 
     def evaluated(self) -> tuple[nn.Module, Tensor, tuple[int, ...]]:
-        """A model, random bytes of a segment of each length that the run evaluates, and where to
-        cut them; or of two small segments. At the sizes of a run the model is in float32, which
-        is faster."""
+        """Return a model, random bytes of a segment of each length that the run evaluates, and
+        where to cut them; or of two small segments. At the sizes of a run the model is in float32,
+        which is faster."""
         lengths = {size.segment: None for size in self.sizes if size.mode == "eval"}
         lengths = [*lengths] or [self.span + 2] * 2
         model = self.build(dtype=torch.float32 if self.sizes else torch.float64)
@@ -109,7 +110,8 @@ class Subject:
     def deterministic_models(
         self,
     ) -> Iterator[tuple[str, nn.Module, Callable[[], AbstractContextManager]]]:
-        """Each mode, a model in it, and a context in which the model draws no random number."""
+        """Return each mode, a model in it, and a context in which the model draws no random
+        number."""
         return (
             (mode, self.build(mode=mode), context)
             for mode, context in self.deterministic_contexts.items()
@@ -148,7 +150,7 @@ def perturb(model: nn.Module) -> nn.Module:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """All gradients that exist, dense, by the name of the parameter."""
+    """Return all gradients that exist, dense, by the name of the parameter."""
     return {name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -213,8 +215,9 @@ def run(
     seed: int = 0,
     gradients: bool = False,
 ) -> tuple[Outputs, State]:
-    """Outputs over ``tokens [B, T]`` in segments that end at ``cuts``, and the last state; ``seed``
-    is for dropout. With ``gradients`` the passes record them, as those of a training step do."""
+    """Return outputs over ``tokens [B, T]`` in segments that end at ``cuts``, and the last state;
+    ``seed`` is for dropout. With ``gradients`` the passes record them, as those of a training
+    step do."""
     seed_cpu(seed)
     pieces: list[Outputs] = []
 
@@ -244,7 +247,7 @@ def run(
 def differences(
     case: str, expected: Outputs, actual: Outputs, *, tolerance: float | None = None
 ) -> list[str]:
-    """A list of one line about the first output that differs, with size and position of the
+    """Return a list of one line about the first output that differs, with size and position of the
     difference; or empty.
 
     Args:
@@ -275,8 +278,8 @@ def select_streams(outputs: Outputs, index: slice | list[int]) -> Outputs:
 
 
 def non_finite(case: str, outputs: Outputs) -> list[str]:
-    """A line for each output with an entry that is not finite: the first such byte, and their
-    number."""
+    """Return a line for each output with an entry that is not finite: the first such byte, and
+    their number."""
     masks = {name: ~y.isfinite().flatten(2).all(-1) for name, y in outputs.items()}  # [B, T]
     line = "{}: {} is not finite at {} ({} of {} bytes)"
     return [
@@ -287,8 +290,8 @@ def non_finite(case: str, outputs: Outputs) -> list[str]:
 
 
 def position_of_largest(sizes: Tensor) -> str:
-    """Byte and stream of the largest entry of ``sizes [B, T]``, or of the first one if there are
-    several."""
+    """Return byte and stream of the largest entry of ``sizes [B, T]``, or of the first one if there
+    are several."""
     stream, byte = divmod(sizes.argmax().item(), sizes.shape[1])
     return f"byte {byte} of stream {stream}"
 
@@ -298,7 +301,7 @@ def state_tensors(state: State) -> list[Tensor]:
 
 
 def projected_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """All parameters of the sublayers that define ``project_``, each once."""
+    """Return all parameters of the sublayers that define ``project_``, each once."""
     sublayers = (s for _, s in model.sublayers() if type(s).project_ is not Sublayer.project_)
     return list(dict.fromkeys(p for sublayer in sublayers for p in sublayer.parameters()))
 

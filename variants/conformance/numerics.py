@@ -123,8 +123,8 @@ def check_gradients(subject: Subject) -> Verdict:
 
 
 def _training_bytes(subject: Subject) -> tuple[Tensor, int]:
-    """Bytes of a training segment of a run, and of a past if one is carried; and the length of
-    the past."""
+    """Return the bytes of a training segment of a run, and of a past if one is carried; and the
+    length of the past."""
     size = next(size for size in subject.sizes if size.mode == "train")
     n_past = size.segment * size.carry
     return subject.mixed_bytes(
@@ -219,8 +219,8 @@ def check_reach_used(subject: Subject) -> Verdict:
 def _uses_reach(
     sublayer: Sublayer, reach: int | None, subject: Subject, *, width: int, size: float
 ) -> bool:
-    """Whether changing an early byte moves the output ``reach`` bytes later; for None, whether
-    byte 0 moves the end."""
+    """Return whether changing an early byte moves the output ``reach`` bytes later; for None,
+    whether byte 0 moves the end."""
     positions = range(1) if reach is None else range(max(4, subject.period))
     length = subject.length if reach is None else reach + len(positions)
 

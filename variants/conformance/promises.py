@@ -392,7 +392,7 @@ def _snapshot(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _changed(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
-    """Names of tensors that have changed in any bit."""
+    """Return the names of tensors that have changed in any bit."""
     return [
         name
         for name, t in _tensors(model).items()

@@ -71,9 +71,9 @@ class Size(NamedTuple):
         )
 
     def positions(self, period: int) -> list[int]:
-        """Positions of a segment to change. In a small segment: all, or every n-th with n coprime
-        to the period. In a segment of a run: the last byte, edges of blocks, and powers of two
-        with one neighbour each."""
+        """Return positions of a segment to change. In a small segment: all, or every n-th with n
+        coprime to the period. In a segment of a run: the last byte, edges of blocks, and powers of
+        two with one neighbour each."""
         length = self.segment
         if self.small:
             step = max(1, length // MAX_SMALL_POSITIONS)
@@ -90,8 +90,8 @@ class Size(NamedTuple):
         ] or [0]
 
     def all_positions(self, period: int) -> list[int]:
-        """``positions``, then the others of the upper half, those that are boundaries of most sizes
-        of blocks first."""
+        """Return ``positions``, then the others of the upper half, those that are boundaries of
+        most sizes of blocks first."""
         upper = range(self.segment // 2, self.segment)
         divisors = torch.zeros(self.segment, dtype=torch.int64)
         for block in range(1, self.segment):
@@ -100,8 +100,8 @@ class Size(NamedTuple):
         return list(dict.fromkeys([*self.positions(period), *by_blocks]))
 
     def cuts(self, span: int, period: int) -> list[tuple[int, ...]]:
-        """Uneven ways to cut a segment. In evaluation, a small segment is also cut byte by byte
-        at both ends."""
+        """Return uneven ways to cut a segment. In evaluation, a small segment is also cut byte by
+        byte at both ends."""
         length = self.segment
         if not self.small:
             return [(length // 3 + 1,), (1, 2 * (length // 3))]
@@ -117,8 +117,8 @@ class Size(NamedTuple):
 
 
 def _sizes(subject: Subject, *modes: str) -> list[Size]:
-    """The run's sizes; or small ones: streams of more than two windows, and streams of half that
-    length with a past."""
+    """Return the run's sizes; or small ones: streams of more than two windows, and streams of half
+    that length with a past."""
     length, half = subject.length, subject.length // 2
     small = [Size(mode, min(SMALL_STREAMS, length), length, False, small=True) for mode in MODES]
     small.append(Size("eval", min(SMALL_STREAMS, half), half, True, small=True))
@@ -126,9 +126,9 @@ def _sizes(subject: Subject, *modes: str) -> list[Size]:
 
 
 def _precision(subject: Subject, size: Size) -> torch.dtype:
-    """The precision of a check of bytes that must move no output: at the sizes of a run float32,
-    because it is faster. Where later bytes may change the rounding, float32 would show that and
-    nothing else."""
+    """Return the precision of a check of bytes that must move no output: at the sizes of a run
+    float32, because it is faster. Where later bytes may change the rounding, float32 would show
+    that and nothing else."""
     return torch.float64 if size.small or "rounding" in subject.limits else torch.float32
 
 
@@ -267,7 +267,8 @@ class _Streams:
             )
 
     def run(self, tokens: Tensor, *, cuts: tuple[int, ...] | None = None) -> Outputs:
-        """Outputs over ``tokens`` after the past, in segments of the size or cut at ``cuts``."""
+        """Return outputs over ``tokens`` after the past, in segments of the size or cut at
+        ``cuts``."""
         return self._run(tokens, self.past, cuts)[0]
 
     def enlarge_weights(self) -> None:
@@ -278,8 +279,8 @@ class _Streams:
         self.size = self.size._replace(every=False)
 
     def _run_and_choose_positions(self) -> Outputs:
-        """Outputs over ``tokens``. With ``Size.every``, set as many positions as ``MAX_ELEMENTS``
-        allow."""
+        """Return outputs over ``tokens``. With ``Size.every``, set as many positions as
+        ``MAX_ELEMENTS`` allow."""
         if not self.size.every:
             return self.run(self.tokens)
         with CountElements() as counter:
@@ -292,8 +293,8 @@ class _Streams:
     def first_difference(
         self, case: str, *, reaches: Mapping[str, int] | None = None
     ) -> tuple[str, str, float] | None:
-        """The name of the first output that moves where it must not, a line about the difference,
-        and its size; or None.
+        """Return the name of the first output that moves where it must not, a line about the
+        difference, and its size; or None.
 
         Args:
             case: describes the change, with ``{at}`` for its position.

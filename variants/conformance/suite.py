@@ -152,7 +152,7 @@ def collect_breaks(verdict: Verdict) -> tuple[list[str], str | None]:
 
 
 def _describe_error(error: Exception, *forward_passes: str) -> str:
-    """The exception's message, the forward passes that raised it, and the last line of code
+    """Return the exception's message, the forward passes that raised it, and the last line of code
     outside torch."""
     torch_folder = str(Path(torch.__file__).parent)
     frames = [

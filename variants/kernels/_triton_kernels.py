@@ -40,9 +40,9 @@ kernel = triton.jit(do_not_specialize=("B", "T", "stream_keys", "longest", "dist
 
 @triton.jit
 def _head(heads, ramp_end, b, stream_keys, ramp, ALL: tl.constexpr):
-    """The program's head, its number of keys L, the row of its first key in stream b, its number of
-    visible keys, the number of nearest keys that have m = 1 and give no gradient to z, and z +
-    R."""
+    """Return the program's head, its number of keys L, the row of its first key in stream b, its
+    number of visible keys, the number of nearest keys that have m = 1 and give no gradient to z,
+    and z + R."""
     H = tl.num_programs(1)
     h = tl.load(heads + H + tl.program_id(1))
     first = tl.load(heads + 3 * H + h).to(tl.int64)
@@ -60,8 +60,8 @@ def _head(heads, ramp_end, b, stream_keys, ramp, ALL: tl.constexpr):
 
 @triton.jit
 def _at(rows, size, K: tl.constexpr, WIDTH: tl.constexpr):
-    """Offsets ``[block, WIDTH]`` of rows in a contiguous matrix of ``size`` rows, and a mask of
-    existing elements."""
+    """Return offsets ``[block, WIDTH]`` of rows in a contiguous matrix of ``size`` rows, and a mask
+    of existing elements."""
     columns = tl.arange(0, WIDTH)
     exists = ((rows >= 0) & (rows < size))[:, None]
     if K != WIDTH:
@@ -71,7 +71,8 @@ def _at(rows, size, K: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load(x, rows, size, K: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of a matrix, ``[block, WIDTH]``, with zeros for rows and columns that do not exist."""
+    """Return rows of a matrix, ``[block, WIDTH]``, with zeros for rows and columns that do not
+    exist."""
     at, exists = _at(rows, size, K, WIDTH)
     return tl.load(x + at, mask=exists, other=0.0)
 
@@ -84,7 +85,7 @@ def _store(x, rows, size, value, K: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _biases(x, at, size):
-    """Elements of a vector, ``[block]``, with zeros for elements that do not exist."""
+    """Return elements of a vector, ``[block]``, with zeros for elements that do not exist."""
     return tl.load(x + at, mask=(at >= 0) & (at < size), other=0.0)
 
 
@@ -97,8 +98,8 @@ def _mix(x):
 
 @triton.jit
 def _row_numbers(seed, b, h, t):
-    """The numbers of ``dropout.row_numbers`` for queries t, uint32; without dropout, t itself,
-    which is not used."""
+    """Return the numbers of ``dropout.row_numbers`` for queries t, uint32; without dropout, t
+    itself, which is not used."""
     counter = t
     if seed is not None:
         word = tl.load(seed) + h
@@ -109,7 +110,8 @@ def _row_numbers(seed, b, h, t):
 
 @triton.jit
 def _drop(value, seed, counter, x, j, ALL: tl.constexpr, DROP: tl.constexpr, SCALE: tl.constexpr):
-    """``value`` times SCALE, or 0 for a dropped weight. ``counter`` is from ``_row_numbers``."""
+    """Return ``value`` times SCALE, or 0 for a dropped weight. ``counter`` is from
+    ``_row_numbers``."""
     if seed is not None:
         key_number = (j.to(tl.uint32) ^ PERSISTENT) if ALL else x.to(tl.uint32)
         value = tl.where(_mix(counter ^ (key_number * KEY)) >= DROP, value * SCALE, 0.0)
@@ -118,8 +120,8 @@ def _drop(value, seed, counter, x, j, ALL: tl.constexpr, DROP: tl.constexpr, SCA
 
 @triton.jit
 def _key_blocks(t0, offset, visible, full, T, L, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """Bounds first, inner, outer, last of the keys for a block of queries. From inner to outer
-    no mask is needed."""
+    """Return bounds first, inner, outer, last of the keys for a block of queries. From inner to
+    outer no mask is needed."""
     if ALL:
         return 0, 0, L // BLOCK * BLOCK, L
     high = offset + tl.minimum(t0 + BLOCK, T)  # one past the nearest key of the last query
@@ -132,7 +134,7 @@ def _key_blocks(t0, offset, visible, full, T, L, BLOCK: tl.constexpr, ALL: tl.co
 
 @triton.jit
 def _query_blocks(j0, offset, visible, full, T, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """Bounds of the queries for a block of keys, as in ``_key_blocks``."""
+    """Return bounds of the queries for a block of keys, as in ``_key_blocks``."""
     if ALL:
         return 0, 0, T // BLOCK * BLOCK, T
     first = tl.maximum(j0 - offset, 0) // BLOCK * BLOCK
@@ -148,8 +150,8 @@ def _q_dot_p(
     q, vectors, x_first, distances, KEY_AXIS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q . p_x of a block of pairs, with keys along KEY_AXIS: diagonals of products with 2 BLOCK
-    vectors p.
+    """Return q . p_x of a block of pairs, with keys along KEY_AXIS: diagonals of products with 2
+    BLOCK vectors p.
 
     ``x_first``: the smallest distance in the block, between its first query and its last key."""
     p = _load(vectors, x_first + tl.arange(0, 2 * BLOCK), distances, K, WIDTH)

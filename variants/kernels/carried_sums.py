@@ -46,7 +46,7 @@ def attend(
     attend_self: bool = True,
     chunk: int,
 ) -> tuple[Tensor, State]:
-    """Weighted means ``[B, H, T, K]``, and the state after the segment, detached.
+    """Return weighted means ``[B, H, T, K]``, and the state after the segment, detached.
 
     Args:
         q, k: features ``[B, H, T, F]``, at least 0, in the precision of the sums.
@@ -77,15 +77,15 @@ def attend(
 
 
 def normalize(sums: Tensor, state: State) -> tuple[Tensor, State]:
-    """``sums [B, H, T, K + 1]`` divided by the last column, the total weight (0 where that is
-    0); and ``state``."""
+    """Return ``sums [B, H, T, K + 1]`` divided by the last column, the total weight (0 where that
+    is 0); and ``state``."""
     total = sums[..., -1:]
     return sums[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), state
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
-    """Disable autocast: bfloat16 is too coarse for long sums. ``is_autocast_available`` breaks
-    graphs (torch 2.11)."""
+    """Disable autocast: bfloat16 is too coarse for long sums. ``is_autocast_available``
+    breaks graphs (torch 2.11)."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
@@ -114,9 +114,9 @@ def map_pieces(
 
 
 def carry_sums(sums: Tensor, terms: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums before each chunk ``[B, H, n, F, V]``, and after the last. ``sums [B, H, F, V]`` are
-    those before the first chunk. Each chunk multiplies them by ``factors [.., n, F or 1, 1]``
-    and adds ``terms [B, H, n, F, V]``."""
+    """Return the sums before each chunk ``[B, H, n, F, V]``, and after the last. ``sums [B, H, F,
+    V]`` are those before the first chunk. Each chunk multiplies them by ``factors [.., n, F or 1,
+    1]`` and adds ``terms [B, H, n, F, V]``."""
     before = []
     for term, factor in zip(terms.unbind(2), factors.unbind(2), strict=True):
         before.append(sums)
@@ -127,7 +127,7 @@ def carry_sums(sums: Tensor, terms: Tensor, factors: Tensor) -> tuple[Tensor, Te
 def _decay_factors(
     scale: Tensor, slope: Tensor, max_scale: Tensor, *, attend_self: bool
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Factors for chunks of keys with scales l ``[B, H, n, C]``, and M after the last chunk.
+    """Return factors for chunks of keys with scales l ``[B, H, n, C]``, and M after the last chunk.
     ``max_scale`` is M before the first chunk. The factors are those of a query and a key in the
     same chunk ``[B, H, n, C, C]``, 0 for a hidden key; of a query that reads the sums before its
     chunk, and of a key in the sums after its chunk, ``[B, H, n, C, 1]``; and of the sums before

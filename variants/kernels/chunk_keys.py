@@ -29,7 +29,7 @@ class ChunkKeys(NamedTuple):
 def merge_chunk_keys(
     y: Tensor, lse: Tensor, q: Tensor, chunk_keys: ChunkKeys
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of the whole softmax, from those of the window.
+    """Return output and log-sum-exp of the whole softmax, from those of the window.
 
     Args:
         y, lse: the window's output ``[B, H, T, K]``, and log-sum-exp ``[B, H, T]``, inf for a query
@@ -47,7 +47,8 @@ def merge_chunk_keys(
 def chunk_key_gradients(
     g: Tensor, y: Tensor, lse: Tensor, q: Tensor, chunk_keys: ChunkKeys, *, bias: bool
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The gradient of ``q [B, H, T, K]`` through ``chunk_keys``, and the gradients of its fields.
+    """Return the gradient of ``q [B, H, T, K]`` through ``chunk_keys``, and the gradients of its
+    fields.
 
     Args:
         y, lse: output and log-sum-exp of the whole softmax.
@@ -63,7 +64,7 @@ def chunk_key_gradients(
 
 
 def _scores(q: Tensor, chunk_keys: ChunkKeys) -> Tensor:
-    """Scores ``[B, n, H, Q, G]``."""
+    """Return scores ``[B, n, H, Q, G]``."""
     return (_chunked(q, like=chunk_keys.bias) @ chunk_keys.k.mT).add_(chunk_keys.bias)
 
 

@@ -41,7 +41,7 @@ def attend(
     attend_self: bool = True,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs o ``[B, H, T, V]``, and S after the segment ``[B, H, F, V]``, detached.
+    """Return outputs o ``[B, H, T, V]``, and S after the segment ``[B, H, F, V]``, detached.
 
     Args:
         q, k: ``[B, H, T, F]``, in the precision of the sums.
@@ -111,7 +111,7 @@ def _attend_piece(
 
 
 def _decay_between(query_total: Tensor, total: Tensor, shift: int) -> Tensor:
-    """exp(G_t - G_j) for keys j <= t - shift and 0 for later keys: ``[B, H, n, C, C]``, or
+    """Return exp(G_t - G_j) for keys j <= t - shift and 0 for later keys: ``[B, H, n, C, C]``, or
     ``[.., C, C, F]``."""
     size = total.shape[-2]
     hidden = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1 - shift)
@@ -123,7 +123,7 @@ def _decay_between(query_total: Tensor, total: Tensor, shift: int) -> Tensor:
 
 
 def _products(decay: Tensor, k: Tensor, *queries: Tensor) -> list[Tensor]:
-    """q_t . (decay_tj k_j), ``[B, H, n, C, C]``, for each q of ``queries``."""
+    """Return q_t . (decay_tj k_j), ``[B, H, n, C, C]``, for each q of ``queries``."""
     if decay.dim() == k.dim():
         return [q @ k.mT * decay for q in queries]
     return list(((decay * k[..., None, :, :]) @ torch.stack(queries, dim=-1)).unbind(-1))

@@ -28,20 +28,21 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def threshold(rate: float) -> int:
-    """The threshold of random numbers of 32 bits, below which a weight is dropped."""
+    """Return the threshold of random numbers of 32 bits, below which a weight is dropped."""
     return round(rate * 2**32)
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of the lower 32 bits of int64 ``x``; the upper bits are 0 before and after."""
+    """Return a bijection of the lower 32 bits of int64 ``x``; the upper bits are 0 before and
+    after."""
     x = (x ^ (x >> 16)) * MIX[0] & MASK_32
     x = (x ^ (x >> 15)) * MIX[1] & MASK_32
     return x ^ (x >> 16)
 
 
 def row_numbers(seed: Tensor, *sizes: int) -> Tensor:
-    """A random number for each row of weights, int64 below 2^32; ``sizes`` are B, H and T. ``seed``
-    is from ``draw_seed``."""
+    """Return a random number for each row of weights, int64 below 2^32; ``sizes`` are B, H and T.
+    ``seed`` is from ``draw_seed``."""
     streams, heads, queries = (torch.arange(size, device=seed.device) for size in sizes)
     seeds = seed + heads
     x = mix((seeds & MASK_32) ^ (streams[:, None] * FACTORS["stream"] & MASK_32)) ^ (seeds >> 32)
@@ -49,7 +50,7 @@ def row_numbers(seed: Tensor, *sizes: int) -> Tensor:
 
 
 def keep_mask(row: Tensor, keys: Tensor, rate: float) -> Tensor:
-    """Boolean ``[B, H, T, L]``, false for a dropped weight.
+    """Return boolean ``[B, H, T, L]``, false for a dropped weight.
 
     Args:
         row: random numbers of the rows, from ``row_numbers``.

@@ -94,7 +94,7 @@ ENGINES = {"cpu": Engine(_flash, _flash_backward), "cuda": Engine(_efficient, _e
 
 
 def obstacle(device: torch.device, *_: object) -> str | None:
-    """The reason why this backend cannot run on ``device``, or None."""
+    """Return the reason why this backend cannot run on ``device``, or None."""
     if device.type not in ENGINES:
         return f"runtime.device={device.type}"
     if device.type == "cuda" and torch.version.hip:
@@ -103,7 +103,8 @@ def obstacle(device: torch.device, *_: object) -> str | None:
 
 
 def is_full_causal(window: Window, inputs: Inputs) -> bool:
-    """Whether each query sees all keys up to its own, and no other term is added to the scores."""
+    """Return whether each query sees all keys up to its own, and no other term is added to the
+    scores."""
     rows, keys = inputs.q.shape[2], inputs.k.shape[2]
     sees_all = (
         window.z is None and not window.ramp and not window.shift and min(window.max_keys) >= rows
@@ -121,8 +122,8 @@ def full_causal(inputs: Inputs) -> Tensor:
 
 
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, which are 0 and -inf for a query that
-    sees no key.
+    """Return output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``, which are 0 and -inf for a
+    query that sees no key.
 
     Keys that no query sees are not read. A bias ``[H, n]`` is allowed; vectors, key biases and
     dropout are not."""
@@ -152,9 +153,9 @@ def backward(
     g: Tensor, y: Tensor, lse: Tensor, inputs: Inputs, window: Window, fields: frozenset[str], *,
     segment_only: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients of ``fields`` of ``inputs``; those of keys and values are summed over chunks in
-    float32 or wider. ``g`` is the output's gradient; ``y`` and ``lse`` are from ``forward``. With
-    ``segment_only``, only the segment's keys and values get gradients, ``[B, H, T, K]``."""
+    """Return gradients of ``fields`` of ``inputs``; those of keys and values are summed over chunks
+    in float32 or wider. ``g`` is the output's gradient; ``y`` and ``lse`` are from ``forward``.
+    With ``segment_only``, only the segment's keys and values get gradients, ``[B, H, T, K]``."""
     q, k, v = _cast_like_queries(inputs)
     g = g.contiguous()
     engine, gradients = ENGINES[q.device.type], {}
@@ -221,7 +222,7 @@ def query_chunks(
 def executed_flops(
     inputs: Inputs, window: Window, fields: frozenset[str], *, segment_only: bool = False
 ) -> tuple[int, int]:
-    """FLOPs of the products in a forward and in a backward pass, 2 per multiply-add.
+    """Return FLOPs of the products in a forward and in a backward pass, 2 per multiply-add.
 
     All pairs of a chunk and its band count, also hidden ones, and scores that the backward pass
     computes again. Padding inside a kernel's tiles, softmax and masks do not count."""
@@ -241,13 +242,13 @@ def executed_flops(
 
 
 def _cast_like_queries(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values in the dtype of the queries."""
+    """Return queries, keys and values in the dtype of the queries."""
     return inputs.q, inputs.k.to(inputs.q.dtype), inputs.v.to(inputs.q.dtype)
 
 
 def _chunk_mask(table: Tensor | None, max_keys: int, rows: int, keys: int, like: Tensor) -> Tensor:
-    """Additive mask ``[1, H or 1, rows, keys]`` with aligned rows; the last key is column 0 of
-    the last row."""
+    """Return additive mask ``[1, H or 1, rows, keys]`` with aligned rows; the last key is column 0
+    of the last row."""
     visible = plain.visible_mask(rows, keys, max_keys, shift=0, device=like.device)
     if table is None:
         band = visible.new_zeros((1, rows, keys), dtype=like.dtype)
@@ -261,8 +262,8 @@ def _chunk_mask(table: Tensor | None, max_keys: int, rows: int, keys: int, like:
 def _calls(
     inputs: Inputs, window: Window, *, needs_slopes: bool = False
 ) -> Iterator[tuple[slice, slice, slice, Tensor, tuple[Tensor | None, ...]]]:
-    """Heads, queries, keys and mask of each call of a kernel; then its bias and dm/dz, None without
-    ``needs_slopes``.
+    """Yield heads, queries, keys and mask of each call of a kernel; then its bias and dm/dz, None
+    without ``needs_slopes``.
 
     Calls of equal shape share one mask."""
     bias = table = inputs.bias  # table [H, n] is added to the scores of columns
@@ -289,13 +290,13 @@ def _calls(
 
 
 def _persistent_kv(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Keys and values of persistent vectors, expanded to all streams, ``[B, H, N, K]``."""
+    """Return keys and values of persistent vectors, expanded to all streams, ``[B, H, N, K]``."""
     shape, dtype = (len(inputs.q), -1, -1, -1), inputs.q.dtype
     return tuple(x[None].to(dtype).expand(shape) for x in (inputs.extra_k, inputs.extra_v))
 
 
 def _span_gradient(g, q, k, v, y, lse, bias: Tensor | None, slope: Tensor) -> Tensor:
-    """The gradient ``[H]`` of spans from one chunk, by fact 3 of this file's docstring."""
+    """Return the gradient ``[H]`` of spans from one chunk, by fact 3 of this file's docstring."""
     scores = (q @ k.mT).to(lse.dtype)
     scores = (scores if bias is None else scores + bias) - lse.masked_fill(
         lse == -torch.inf, torch.inf

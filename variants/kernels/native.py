@@ -32,7 +32,8 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 def load(name: str, source: str) -> ctypes.CDLL | str:
-    """The library compiled from ``source``, or the reason why it cannot be compiled or loaded.
+    """Return the library compiled from ``source``, or the reason why it cannot be compiled or
+    loaded.
 
     The compiler is ``CXX``, or the first of ``COMPILERS`` on the PATH."""
     compiler = (
@@ -51,7 +52,7 @@ def load(name: str, source: str) -> ctypes.CDLL | str:
 
 
 def _compile(name: str, source: str, compiler: list[str]) -> Path:
-    """Path of the compiled library, which is compiled unless it exists."""
+    """Return the path of the compiled library, which is compiled unless it exists."""
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, text=True, check=True
     ).stdout
@@ -74,7 +75,7 @@ def _compile(name: str, source: str, compiler: list[str]) -> Path:
 
 
 def _cpu() -> str:
-    """Properties of the CPU on which -march=native depends: machines with different CPUs may
+    """Return properties of the CPU on which -march=native depends: machines with different CPUs may
     share a folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -77,7 +77,7 @@ def _forward(
     backend: str, names: str, tensors: list[Tensor], max_keys: list[int],
     max_keys_tensor: Tensor | None, shift: int, ramp: int, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``; ``names`` has the names of
+    """Return output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``; ``names`` has the names of
     ``tensors``."""
     y, lse = MODULES[backend].forward(
         *_arguments(names, tensors, max_keys, max_keys_tensor, shift, ramp, dropout)
@@ -99,7 +99,7 @@ def _backward(
     max_keys_tensor: Tensor | None, shift: int, ramp: int, dropout: float, g: Tensor, y: Tensor,
     lse: Tensor, gradient_names: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of the tensors in ``gradient_names``, in this order."""
+    """Return gradients of the tensors in ``gradient_names``, in this order."""
     fields, segment_only = _fields(gradient_names)
     inputs, window = _arguments(names, tensors, max_keys, max_keys_tensor, shift, ramp, dropout)
     gradients = MODULES[backend].backward(
@@ -140,8 +140,8 @@ def _arguments(
     names: str, tensors: list[Tensor], max_keys: list[int], max_keys_tensor: Tensor | None,
     shift: int, ramp: int, dropout: float,
 ) -> tuple[Inputs, Window]:  # fmt: skip
-    """Arguments of a backend's functions. Rows are made contiguous here, because a compiled graph
-    chooses layouts, and torch's flash attention for CPUs (2.13) silently misreads rows whose
+    """Return arguments of a backend's functions. Rows are made contiguous here, because a compiled
+    graph chooses layouts, and torch's flash attention for CPUs (2.13) silently misreads rows whose
     elements are not adjacent in memory."""
     named = {
         name: x for name, x in zip(names.split(), tensors, strict=True) if name not in SEGMENT_NAMES
@@ -153,7 +153,7 @@ def _arguments(
 
 
 def _fields(gradient_names: str) -> tuple[list[str], bool]:
-    """Fields of ``Inputs``, and whether only the segment's keys and values get gradients."""
+    """Return fields of ``Inputs``, and whether only the segment's keys and values get gradients."""
     names = gradient_names.split()
     return [name.removeprefix("segment_") for name in names], not set(SEGMENT_NAMES).isdisjoint(
         names

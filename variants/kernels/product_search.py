@@ -16,7 +16,7 @@ SOURCE = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
 
 @torch.compiler.assume_constant_result
 def obstacle(device: torch.device = CPU) -> str | None:
-    """The reason why this search cannot run on ``device``; None if it can."""
+    """Return the reason why this search cannot run on ``device``; None if it can."""
     if device.type != "cpu":
         return f"runtime.device={device.type}"
     library = _library()
@@ -25,7 +25,7 @@ def obstacle(device: torch.device = CPU) -> str | None:
 
 @torch.library.custom_op("windtunnel::product_search", mutates_args=(), device_types="cpu")
 def search(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` largest sums of one score of each half, for each query and head.
+    """Return the ``top_k`` largest sums of one score of each half, for each query and head.
 
     Args:
         scores: float32 or float64 ``[2 H, n, C]``, with the two halves of a head next to each

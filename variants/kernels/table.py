@@ -20,8 +20,8 @@ EMBEDDING_BAG_SUM = 0
 
 
 def read_rows(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
-    """Weighted sums ``[n, D]`` of the rows ``slots [n, r]`` of ``values [M, D]``, by ``weights [n,
-    r]``.
+    """Return weighted sums ``[n, D]`` of the rows ``slots [n, r]`` of ``values [M, D]``, by
+    ``weights [n, r]``.
 
     With ``sparse``, the gradient of ``values`` is a sparse tensor with the rows that were read."""
     # embedding_bag needs one dtype for both, and autocast does not convert its arguments.
@@ -35,8 +35,8 @@ _read_uncompiled = torch.compiler.disable(read_rows)
 
 
 def sum_rows(values: Tensor, slots: Tensor, weights: Tensor, *, sparse: bool) -> Tensor:
-    """``read_rows``, not compiled if ``sparse``: torch.compile (2.13) fails on the shape of a
-    sparse gradient."""
+    """Return ``read_rows``, not compiled if ``sparse``: torch.compile (2.13) fails on the shape of
+    a sparse gradient."""
     return (_read_uncompiled if sparse else read_rows)(values, slots, weights, sparse=sparse)
 
 

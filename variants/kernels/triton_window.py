@@ -38,7 +38,8 @@ gradient of ``Inputs.vectors``. More groups run in more parallel programs, and t
 
 
 def obstacle(device: torch.device, width: int) -> str | None:
-    """The reason why ``forward`` cannot run on this device for heads of this width; None if it can.
+    """Return the reason why ``forward`` cannot run on this device for heads of this width; None if
+    it can.
 
     On a CPU it can run if triton interprets kernels (TRITON_INTERPRET=1), for tests without a
     GPU."""
@@ -52,14 +53,15 @@ def obstacle(device: torch.device, width: int) -> str | None:
 
 
 def precision() -> str:
-    """The precision of float32 products, by torch's setting for CUDA."""
+    """Return the precision of float32 products, by torch's setting for CUDA."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def launch_options(
     width: int, dtype: torch.dtype, *, precision: str, vectors: bool, architecture: int = 90
 ) -> dict[str, int]:
-    """BLOCK, the number of queries, keys or distances in a block, and the compiler's options.
+    """Return BLOCK, the number of queries, keys or distances in a block, and the compiler's
+    options.
 
     Blocks are the largest with which no register spills (checked for the architectures of
     ``tests/triton_spills.py``) and no two warps hold the same elements. They are not selected by
@@ -80,14 +82,14 @@ def launch_options(
 
 
 def key_gradient_options(options: dict) -> dict:
-    """Options of ``key_gradient`` that replace entries of ``options``, with which the other
-    kernels are compiled."""
+    """Return the options of ``key_gradient`` that replace entries of ``options``, with which the
+    other kernels are compiled."""
     return {"num_stages": 2, "maxnreg": 255} if options["BLOCK"] == 64 else {}
 
 
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
-    """Output ``[B, H, T, K]`` and, for ``backward``, the log-sum-exp of the whole softmax in base
-    2, ``[B, H, T]``.
+    """Return output ``[B, H, T, K]`` and, for ``backward``, the log-sum-exp of the whole softmax in
+    base 2, ``[B, H, T]``.
 
     Each head has one span for all queries. ``inputs`` may have vectors or a constant bias, but not
     both, for n >= ``max(window.max_keys)`` distances."""
@@ -116,9 +118,9 @@ def backward(
     g: Tensor, y: Tensor, lse: Tensor, inputs: Inputs, window: Window, fields: frozenset[str], *,
     segment_only: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Gradients of ``fields`` of ``inputs``. ``g`` is the output's gradient; ``y`` and ``lse`` are
-    from ``forward``. With ``segment_only``, gradients of keys and values are ``[B, H, T, K]``,
-    for the segment only."""
+    """Return gradients of ``fields`` of ``inputs``. ``g`` is the output's gradient; ``y`` and
+    ``lse`` are from ``forward``. With ``segment_only``, gradients of keys and values are ``[B, H,
+    T, K]``, for the segment only."""
     common = {"g": g.to(y.dtype).contiguous(), "lse": lse, "delta": torch.empty_like(lse)}
     arguments, streams = _window_arguments(inputs, window), y.shape[0]
     gradients = _query_gradient(
@@ -145,8 +147,8 @@ def backward(
 def executed_flops(
     inputs: Inputs, window: Window, fields: frozenset[str], *, segment_only: bool = False
 ) -> tuple[int, int]:
-    """FLOPs of the products in ``forward``, and of those in ``backward``, counted in whole tiles
-    with padding.
+    """Return FLOPs of the products in ``forward``, and of those in ``backward``, counted in whole
+    tiles with padding.
 
     If spans are fake tensors, which have no values, every head is taken to see ``max_keys``
     keys."""
@@ -186,22 +188,22 @@ def executed_flops(
 
 @lru_cache(maxsize=256)
 def _heads(max_keys: tuple[int, ...], lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """The kernels' argument ``heads``. Cached, so that each combination is copied to the device
-    once."""
+    """Return the kernels' argument ``heads``. Cached, so that each combination is copied to the
+    device once."""
     order = sorted(range(len(max_keys)), key=lambda h: -max_keys[h])
     first = [0, *accumulate(lengths)][:-1]
     return torch.tensor((max_keys, order, lengths, first), dtype=torch.int32, device=device)
 
 
 def _n_distances(inputs: Inputs) -> int:
-    """Distances of the vectors or of the bias; 0 if there are neither."""
+    """Return distances of the vectors or of the bias; 0 if there are neither."""
     if inputs.vectors is not None:
         return len(inputs.vectors)
     return 0 if inputs.bias is None else inputs.bias.shape[1]
 
 
 def _window_arguments(inputs: Inputs, window: Window) -> dict:
-    """Arguments that all kernels share for the part of the softmax over visible keys."""
+    """Return arguments that all kernels share for the part of the softmax over visible keys."""
     lengths = inputs.key_counts()
     # z + R is rounded as in soft_mask, so that both put a key on the same side of a kink of m.
     added = {"ramp_end": None if inputs.z is None else inputs.z + window.ramp, "table": inputs.bias}
@@ -222,7 +224,7 @@ def _window_arguments(inputs: Inputs, window: Window) -> dict:
 
 
 def _persistent_arguments(inputs: Inputs) -> dict:
-    """Arguments for the part over persistent vectors: every query sees all of them, and all
+    """Return arguments for the part over persistent vectors: every query sees all of them, and all
     streams share them."""
     heads, n_vectors = inputs.extra_k.shape[:2]
     arguments = _arguments(
@@ -236,7 +238,8 @@ def _persistent_arguments(inputs: Inputs) -> dict:
 
 
 def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
-    """Arguments of kernels for a part of the softmax; by default every query sees every key."""
+    """Return arguments of kernels for a part of the softmax; by default every query sees every
+    key."""
     width, rate = q.shape[-1], inputs.dropout
     architecture = (
         90 if q.device.type != "cuda" else 10 * torch.cuda.get_device_capability(q.device)[0]
@@ -271,8 +274,8 @@ def padded_width(width: int) -> int:
 def _forward(
     arguments: dict, prior: Tensor | None, prior_lse: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Output of one part, merged with ``prior``, and log-sum-exp in base 2, +inf (not -inf) if a
-    query sees no key."""
+    """Return output of one part, merged with ``prior``, and log-sum-exp in base 2, +inf (not -inf)
+    if a query sees no key."""
     q = arguments["q"]
     y, lse = (
         torch.empty_like(q, dtype=dtype),
@@ -286,8 +289,8 @@ def _forward(
 def _query_gradient(
     arguments: dict, y: Tensor, common: dict, *, span: bool = False, bias: bool = False
 ) -> dict[str, Tensor]:
-    """Gradients of queries, spans ``[H]`` and query biases. Writes ``common["delta"]``, which
-    other kernels read."""
+    """Return gradients of queries, spans ``[H]`` and query biases. Writes ``common["delta"]``,
+    which other kernels read."""
     q, grid = arguments["q"], _grid(arguments, arguments["T"])
     dq = torch.empty_like(q)
     dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device) if span else None
@@ -300,8 +303,8 @@ def _key_gradient(
     arguments: dict, shape: Sequence[int], common: dict, *, longest: int,
     segment_only: bool = False, dtype: torch.dtype | None = None, bias: bool = False,
 ) -> dict[str, Tensor | None]:  # fmt: skip
-    """Gradients of keys, values and key biases, for all keys or, with ``segment_only``, for the
-    last T of each head."""
+    """Return gradients of keys, values and key biases, for all keys or, with ``segment_only``, for
+    the last T of each head."""
     k = arguments["k"]
     dk, dv = (torch.empty(shape, dtype=dtype or k.dtype, device=k.device) for _ in range(2))
     dbias = torch.empty(shape[:-1], dtype=torch.float32, device=k.device) if bias else None
@@ -316,7 +319,7 @@ def _key_gradient(
 
 
 def _vector_gradient(arguments: dict, common: dict) -> Tensor:
-    """The gradient of vectors, ``[n, K]`` in float32."""
+    """Return the gradient of vectors, ``[n, K]`` in float32."""
     arguments = {
         name: argument for name, argument in arguments.items() if name not in ("table", "ALL")
     }
@@ -331,8 +334,8 @@ def _vector_gradient(arguments: dict, common: dict) -> Tensor:
 
 
 def _grid(arguments: dict, rows: int) -> tuple[int, int]:
-    """One program per stream, block of rows and head. Programs of a head are consecutive; the
-    longest head is first."""
+    """Return one program per stream, block of rows and head. Programs of a head are consecutive;
+    the longest head is first."""
     streams, heads = arguments["q"].shape[:2]
     return streams * -(-rows // arguments["BLOCK"]), heads
 

@@ -44,7 +44,7 @@ class Window(NamedTuple):
     ``max_keys`` is then a constant upper bound, so that new spans do not recompile the graph."""
 
     def past(self) -> int:
-        """The number of keys before the segment that its first query may see."""
+        """Return the number of keys before the segment that its first query may see."""
         return max(self.max_keys) - 1 + self.shift
 
 
@@ -68,7 +68,7 @@ class PastKV(NamedTuple):
         return [x for x in self if x is not None]
 
     def of_heads(self, first: int, last: int) -> "PastKV":
-        """Views of the heads from ``first`` to before ``last``."""
+        """Return views of the heads from ``first`` to before ``last``."""
         sizes = [x.shape[1] // self.k.shape[1] for x in self.tensors()]
         pairs = zip(self.tensors(), sizes, strict=True)
         return PastKV(*(x[:, first * size : last * size] for x, size in pairs))
@@ -120,11 +120,11 @@ class Inputs(NamedTuple):
         persistent: Persistent | None = None,
         **options,
     ) -> "Inputs":
-        """Inputs from the arguments of ``attend``."""
+        """Return inputs from the arguments of ``attend``."""
         return cls(q, k, v, window.z, *(persistent or (None, None, None)), **options)
 
     def key_counts(self) -> tuple[int, ...]:
-        """L of each head."""
+        """Return l of each head."""
         return (
             (self.k.shape[2],) * self.q.shape[1]
             if self.lengths is None
@@ -132,8 +132,8 @@ class Inputs(NamedTuple):
         )
 
     def of_heads(self, x: Tensor, heads: slice) -> Tensor:
-        """A view ``[B, n, L, ..]`` of keys, values or key biases ``x``, of neighbouring heads
-        with equal L."""
+        """Return a view ``[B, n, L, ..]`` of keys, values or key biases ``x``, of neighbouring
+        heads with equal L."""
         if self.lengths is None:
             return x[:, heads]
         counts = self.key_counts()
@@ -142,16 +142,16 @@ class Inputs(NamedTuple):
 
 
 def soft_mask(z: Tensor, ramp: int, max_keys: int) -> Tensor:
-    """m_z(x) = clamp((R + z - x) / R, 0, 1) at x = 0 .. max_keys - 1: ``[..., max_keys]`` for
-    ``z [...]``."""
+    """Return m_z(x) = clamp((R + z - x) / R, 0, 1) at x = 0 .. max_keys - 1: ``[..., max_keys]``
+    for ``z [...]``."""
     x = torch.arange(max_keys, device=z.device, dtype=z.dtype)
     return torch.clamp((ramp + z[..., None] - x) / ramp, 0, 1)
 
 
 def ramp_slope(z: Tensor, ramp: int, max_keys: int) -> Tensor:
-    """dm/dz, ``[..., max_keys]``: 1 / R on the closed ramp, also at its end z + R, where m is 0. z
-    + R is rounded as in ``soft_mask``, so that both functions put a key on the same side of a
-    kink."""
+    """Return dm/dz, ``[..., max_keys]``: 1 / R on the closed ramp, also at its end z + R, where m
+    is 0. z + R is rounded as in ``soft_mask``, so that both functions put a key on the same side of
+    a kink."""
     x, ramp_end = torch.arange(max_keys, device=z.device), (z + ramp)[..., None]
     return ((x >= ramp_end.ceil() - ramp) & (x <= ramp_end)).to(z.dtype) / ramp
 
@@ -174,8 +174,8 @@ def skew_table(table: Tensor, rows: int, keys: int, *, shift: int = 0) -> Tensor
 def visible_mask(
     rows: int, keys: int, max_keys: int, *, shift: int, device: torch.device
 ) -> Tensor:
-    """Boolean ``[rows, keys]``: whether key j is one of the ``max_keys`` nearest that query t
-    may see."""
+    """Return boolean ``[rows, keys]``: whether key j is one of the ``max_keys`` nearest that query
+    t may see."""
     t = torch.arange(keys - rows, keys, device=device)[:, None]
     x = t - torch.arange(keys, device=device) - shift
     return (x >= 0) & (x < max_keys)
@@ -196,8 +196,8 @@ def count_pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor:
-    """The plain backend: all scores in memory, every gradient by autograd. Other backends have the
-    same arguments.
+    """Return the plain backend: all scores in memory, every gradient by autograd. Other backends
+    have the same arguments.
 
     Args:
         q, k, v: see ``Inputs``; ``k`` and ``v`` are not packed.
@@ -271,7 +271,7 @@ def attend_inputs(inputs: Inputs, window: Window) -> Tensor:
 def _keep_mask(
     seed: Tensor, q: Tensor, n_keys: int, *, shift: int, n_persistent: int, rate: float
 ) -> Tensor:
-    """Boolean ``[B, H, T, n_keys + n_persistent]``, false for a dropped weight."""
+    """Return boolean ``[B, H, T, n_keys + n_persistent]``, false for a dropped weight."""
     row = seed if seed.dim() else dropout_counters.row_numbers(seed, *q.shape[:3])
     t = torch.arange(q.shape[2], device=q.device)[:, None]
     x = t + (n_keys - q.shape[2] - shift) - torch.arange(n_keys, device=q.device)
@@ -304,7 +304,7 @@ def merge_sink(y: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """The gradient ``[H]`` of the sink.
+    """Return the gradient ``[H]`` of the sink.
 
     Args:
         delta: product of output and upstream gradient, summed over K, ``[B, H, T]``.
@@ -314,6 +314,6 @@ def sink_gradient(delta: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def max_exponent(dtype: torch.dtype) -> float:
-    """The bound of exponents: its exp is at most the largest number of ``dtype`` divided by
+    """Return the bound of exponents: its exp is at most the largest number of ``dtype`` divided by
     e^18, about 7e7."""
     return math.floor(math.log(torch.finfo(dtype).max)) - 18.0

@@ -42,7 +42,7 @@ SIZES = "streams heads rows width persistent distances shift threads biases"  # 
 
 
 def obstacle(*_: object) -> str | None:
-    """The reason why the kernel cannot run on this machine; None if it can."""
+    """Return the reason why the kernel cannot run on this machine; None if it can."""
     library = _library()
     return library if isinstance(library, str) else None
 
@@ -95,7 +95,7 @@ def attend(
 
 
 def _past_biases(past: Sequence[PastKV]) -> Tensor:
-    """Key biases of the past, ``[B, H, P]``. Shorter parts are padded in front."""
+    """Return key biases of the past, ``[B, H, P]``. Shorter parts are padded in front."""
     longest = max(part.key_bias.shape[2] for part in past)
     return torch.cat(
         [F.pad(part.key_bias, (longest - part.key_bias.shape[2], 0)) for part in past], dim=1
@@ -155,7 +155,8 @@ class _Attend(torch.autograd.Function):
 
 
 def _kernel_inputs(named: dict[str, Tensor]) -> tuple[str, list[Tensor]]:
-    """Names of the kernel's inputs, separated by spaces, and their tensors in the same order."""
+    """Return the names of the kernel's inputs, separated by spaces, and their tensors in the same
+    order."""
     names = [name for name in named if name not in ("sink", *CHUNK_NAMES)]
     return " ".join(names), [named[name] for name in names]
 
@@ -169,8 +170,8 @@ def _forward(
     shift: int,
     ramp: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output ``[B, H, T, K]``, log-sum-exp ``[B, H, T]`` (inf for a query that sees no key), and
-    executed FLOPs.
+    """Return output ``[B, H, T, K]``, log-sum-exp ``[B, H, T]`` (inf for a query that sees no key),
+    and executed FLOPs.
 
     The first tensor is q; ``part_of_head`` has the index of each head's part of the past."""
     call = _call(
@@ -191,7 +192,7 @@ def _backward(
     g: Tensor, y: Tensor, lse: Tensor, names: str, tensors: list[Tensor], part_of_head: list[int],
     max_keys: list[int], shift: int, ramp: int, gradient_names: str,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of the tensors in ``gradient_names``, and executed FLOPs."""
+    """Return gradients of the tensors in ``gradient_names``, and executed FLOPs."""
     named = dict(zip(names.split(), tensors, strict=True))
     call = _call(named, part_of_head, max_keys, shift, ramp, backward=True)
     returned = [_empty_like(named[name]) for name in gradient_names.split()]
@@ -231,8 +232,8 @@ def _executed_flops(*_, out_val) -> int:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """An empty tensor like ``x``. With four dimensions it is ``[B, T, H, K]`` in memory: heads
-    join without a copy."""
+    """Return an empty tensor like ``x``. With four dimensions it is ``[B, T, H, K]`` in memory:
+    heads join without a copy."""
     if x.dim() < 4:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(
@@ -309,7 +310,7 @@ def _call(
     *,
     backward: bool,
 ) -> _Call:
-    """The struct with sizes, inputs and tables; pointers to outputs are still missing."""
+    """Return the struct with sizes, inputs and tables; pointers to outputs are still missing."""
     q, z, bias, vectors = (named.get(name) for name in ("q", "z", "bias", "vectors"))
     call = _Call(
         streams=q.shape[0], heads=q.shape[1], rows=q.shape[2], width=q.shape[3], shift=shift
@@ -347,8 +348,8 @@ def _tables(
     dtype: torch.dtype, z: Tensor | None, bias: Tensor | None, visible_keys: list[int],
     n_distances: int, ramp: int, *, backward: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Tables by head and reversed distance ``[H, n + 2 PAD]``; and ``flat [H]``, how many of the
-    nearest columns have no bias, m = 1 and, for the backward pass, dm/dz = 0."""
+    """Return tables by head and reversed distance ``[H, n + 2 PAD]``; and ``flat [H]``, how many of
+    the nearest columns have no bias, m = 1 and, for the backward pass, dm/dz = 0."""
     flat, pad = torch.tensor(visible_keys), _library().window_pad()
     shape = len(visible_keys), n_distances
     terms = torch.zeros(shape, dtype=dtype) if bias is None else bias[:, :n_distances].to(dtype)
