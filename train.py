@@ -25,14 +25,17 @@ def main(cfg: DictConfig) -> float | None:
 
     with join_processes() as processes:
         run = prepare(cfg, command=command_of_run(), processes=processes)
-        return run.return_finished() if run.folder.summary else train(run)
+        if run.folder.summary:
+            return run.return_finished()
+        return train(run)
 
 
 def train(run) -> float | None:
     """Train until the budget is spent or a signal asks to stop. Returns bits per byte on valid."""
     if not run.lock_folder():
         return run.return_finished()
-    trainer, plan = run.trainer, run.plan
+    trainer = run.trainer
+    plan = run.plan
     with run.open_record(), run.stop_signal as stop_signal:
         while not trainer.finished and not stop_signal.signal_number:
             run.step()

@@ -25,7 +25,8 @@ class Encoder:
 
     def __init__(self):
         # start and width of the interval, without the bytes in _settled
-        self._low, self._width = 0, 1 << _WORD
+        self._low = 0
+        self._width = 1 << _WORD
         self._settled = bytearray()  # bytes that only a carry can still change
 
     def code(self, ends: Sequence[int], symbol: int) -> int:
@@ -69,7 +70,8 @@ class Decoder:
     """Decodes symbols from an encoder's bytes, with the frequencies that the encoder used."""
 
     def __init__(self, code: bytes):
-        self._bytes, self._width = iter(code), 1 << _WORD
+        self._bytes = iter(code)
+        self._width = 1 << _WORD
         self._offset = 0  # the code as a number, minus the interval's start
         for _ in range(_WORD // 8):
             self._read()

@@ -133,7 +133,8 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
 
     recipe = "recipe" in typed
     position_typed = recipe or any(key.partition(".")[0] == "position" for key in typed)
-    job, loader = HydraConfig.get(), GlobalHydra.instance().config_loader()
+    job = HydraConfig.get()
+    loader = GlobalHydra.instance().config_loader()
     positions = [job.runtime.choices.position]
     if not position_typed:
         positions = loader.get_group_options("position", overrides=list(job.overrides.hydra))
@@ -147,7 +148,8 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
         combination = Combination(position, cache, str(attend_self).lower())
         try:
             config = copy.deepcopy(compose_cached(position))
-            config.model.cache, config.model.attend_self = cache, attend_self
+            config.model.cache = cache
+            config.model.attend_self = attend_self
             pop_keys(config, *COMMAND_KEYS)
             plan = contract_plan(make_plan(config), named_kind(cfg.runtime.device))
             plan = apply_small(plan, command_line_keys=typed)

@@ -37,7 +37,8 @@ SAME_AS_ENCODER = (
 # cumulative frequencies of 256 equally frequent bytes: 8 bits for each
 UNIFORM = np.arange(1, 257) << (BITS - 8)
 SPLIT = Literal["train", "valid", "test"]
-MAGIC, FILE_KEYS = b"AWT1", ("bytes", "sha256", "streams", "checksum")
+MAGIC = b"AWT1"
+FILE_KEYS = ("bytes", "sha256", "streams", "checksum")
 CONDITIONS = (
     "weights",
     "source",
@@ -78,8 +79,11 @@ def code_streams(
     unknown = model.eval().embedding.num_embeddings
     id_of_byte = np.full(256, unknown)
     id_of_byte[np.frombuffer(symbols, np.uint8)] = np.arange(len(symbols))
-    byte_of_id, escape = symbols.ljust(unknown, b"\0"), ESCAPE if len(symbols) < 256 else 0
-    state, bits, escaped = None, 0.0, 0
+    byte_of_id = symbols.ljust(unknown, b"\0")
+    escape = ESCAPE if len(symbols) < 256 else 0
+    state = None
+    bits = 0.0
+    escaped = 0
     for position, column in enumerate(columns):
         active = np.array(lengths) > position  # streams that have a byte at this position
         if position == 0:
@@ -90,7 +94,8 @@ def code_streams(
             inputs[inputs == unknown] = 0
             with runtime.autocast():
                 out = model(torch.from_numpy(inputs)[:, None].to(runtime.device), state)
-            state, log_probabilities = out.state, out.logits[:, 0].cpu().double().log_softmax(dim=1)
+            state = out.state
+            log_probabilities = out.logits[:, 0].cpu().double().log_softmax(dim=1)
             if not log_probabilities.isfinite().all():
                 raise ValueError(
                     "run: its weights give logits that are not finite, so there are no "
@@ -116,11 +121,9 @@ def code_streams(
 
 def stream_lengths(n_bytes: int, streams: int) -> list[int]:
     """Return the length of each stream in bytes. Lengths differ by at most one, and none is 0."""
-    return (
-        [end - first for first, end in score_ranges(n_bytes, min(streams, n_bytes))]
-        if n_bytes
-        else []
-    )
+    if n_bytes:
+        return [end - first for first, end in score_ranges(n_bytes, min(streams, n_bytes))]
+    return []
 
 
 def pack(header: dict, code: bytes) -> bytes:
@@ -160,7 +163,8 @@ def open_run(cfg: DictConfig) -> tuple[TrainedRun, dict, dict]:
     """Return the run in the folder ``cfg.run``, keyword arguments for ``code_streams``, and the
     values of ``CONDITIONS``."""
     run = open_trained(cfg.run, key="run", runtime=cfg.runtime, trust=cfg.trust)
-    plan, symbols = run.plan, run.symbols()
+    plan = run.plan
+    symbols = run.symbols()
     if not plan.runtime.deterministic:
         raise ValueError(
             "runtime.deterministic=false: allowed is true, because decoding needs the same "
@@ -206,27 +210,21 @@ def read_input(file: str | None, *, out: str) -> bytes:
 
 @with_config("compress")
 def main(cfg: DictConfig) -> None:
-    file, split = (
-        parse_setting(cfg.file, str | None, key="file"),
-        parse_setting(cfg.split, SPLIT | None, key="split"),
-    )
+    file = parse_setting(cfg.file, str | None, key="file")
+    split = parse_setting(cfg.split, SPLIT | None, key="split")
     if (file is None) == (split is None):
         raise ValueError(
             f"file={file} split={split}: exactly one of them must be set; the other must be null"
         )
-    streams, out = (
-        parse_setting(cfg.streams, Positive | None, key="streams"),
-        parse_setting(cfg.out, str, key="out"),
-    )
+    streams = parse_setting(cfg.streams, Positive | None, key="streams")
+    out = parse_setting(cfg.out, str, key="out")
     content = read_input(file, out=out)
     run, keywords, conditions = open_run(cfg)
     if split is not None:
         corpus = run.corpus()
         content = corpus.splits[split].numpy().tobytes().translate(corpus.symbols.ljust(256, b"\0"))
-    lengths, encoder = (
-        stream_lengths(len(content), streams or math.ceil(len(content) / STREAM_BYTES)),
-        Encoder(),
-    )
+    lengths = stream_lengths(len(content), streams or math.ceil(len(content) / STREAM_BYTES))
+    encoder = Encoder()
     _, counts = code_streams(encoder, content, streams=len(lengths), **keywords)
     header = {
         "bytes": len(content),
@@ -244,7 +242,8 @@ def main(cfg: DictConfig) -> None:
     print(f"  {cut}; {len(packed) - len(code)} bytes of header; {counts['escaped']:,} escaped")
     if not counts["predicted"]:
         return print("no byte was predicted, so there is no score to compare with")
-    by_file, by_score = 8 * len(packed) / len(content), counts["bits"] / counts["predicted"]
+    by_file = 8 * len(packed) / len(content)
+    by_score = counts["bits"] / counts["predicted"]
     bits = (
         f"{by_file:.4f} bits per byte by the file, {by_score:.4f} by the score of the same streams"
     )

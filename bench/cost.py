@@ -75,7 +75,8 @@ def main(cfg: DictConfig) -> None:
     ] or [cfg]
     plans = [make_plan(config) for config in configs]
     file = row_file(user_path(cfg.outputs, key="outputs"), command="cost", path=settings.rows)
-    existing, trust = read_rows(file), plans[0].trust
+    existing = read_rows(file)
+    trust = plans[0].trust
     groups = []
     for length in settings.lengths:
         entries = []
@@ -105,7 +106,8 @@ def is_measured(
     code, and of its source, mode and values of learned spans. Prints a line if so. ``trust`` has
     the modules of the user."""
     expected = row_digests(entry.task.config, trust=trust) | {"mode": settings.mode}
-    config, spans = expected.pop("config_hash"), (None, settings.spans)
+    config = expected.pop("config_hash")
+    spans = (None, settings.spans)
     rows = [row for row in rows if config in (row.get("config_hash"), *row.get("repeats", ()))]
     found = any(expected.items() <= row.items() and row.get("spans_from") in spans for row in rows)
     if found:
@@ -127,7 +129,8 @@ def make_entry(
         config.batch.streams = max(1, settings.step_bytes // config.batch.segment)
     if compiled:
         (config.runtime.compile,) = compiled
-    config.runtime.backend, config.model.span = backend, length
+    config.runtime.backend = backend
+    config.model.span = length
     task = Task(
         config=make_plan(config).config, spans=settings.spans, command=typed_command("cost")
     )
@@ -145,7 +148,8 @@ def measure_group(entries: list[Entry], *, settings: CostSettings) -> list[Cost]
         "limit_bytes": limit,
     }
     options["timed"] = settings.timed
-    measured, rows = measure(entries, parallel=settings.parallel or 1, **options), []
+    measured = measure(entries, parallel=settings.parallel or 1, **options)
+    rows = []
     for entry in measured:
         repeat = entry.status == OUT_OF_MEMORY and len(measured) > 1
         if repeat:
@@ -161,7 +165,8 @@ def make_row(entry: Entry, *, settings: CostSettings, interleaved: bool) -> Cost
     """Return the row of an entry. Quantities that were not measured because the entry failed are
     None."""
     config = entry.task.config
-    batch, length = config["batch"], config["model"]["span"]
+    batch = config["batch"]
+    length = config["model"]["span"]
     unmeasured = dict.fromkeys(field.name for field in fields(Built))
     # the requested one, for an entry that failed before its model selected one
     backend = config["runtime"]["backend"]
@@ -192,7 +197,9 @@ def dense_peak_flops(device: str, precision: str) -> float | None:
         for entry in devices.values()
         if device in entry.reported_as
     ]
-    return rates[0] if rates else None
+    if rates:
+        return rates[0]
+    return None
 
 
 def utilisation(row: dict) -> dict | None:

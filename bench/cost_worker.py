@@ -35,7 +35,8 @@ from harness.plan.build import Plan, literal, plan_run
 from variants.contract import Spans, State, map_state
 
 # training steps before and during the measurement of peak memory
-WARMUP_STEPS, MEASURED_STEPS = 2, 3
+WARMUP_STEPS = 2
+MEASURED_STEPS = 3
 WARMUP_BYTES = 16  # bytes of the step that loads libraries
 # of the budget, for the schedule; has no effect, because the learning rate is 0
 SCHEDULE_FRACTION = 0.5
@@ -74,13 +75,16 @@ class CostWorker:
     memory = ("inference_memory", "train_memory")
 
     def __init__(self, task: Task):
-        self.task, self.plan = task, plan_run(literal(task.config))
+        self.task = task
+        self.plan = plan_run(literal(task.config))
         self.runtime = configure_torch(self.plan.runtime)
         self.plan = with_backend(self.plan, self.runtime) if task.peer is None else self.plan
         self.device = self.runtime.device
-        b, self.span = self.plan.batch, self.plan.model.span
+        b = self.plan.batch
+        self.span = self.plan.model.span
         self.carry = b.carry and task.peer is None
-        self.corpus, self.steps = corpora.load(**self.plan.data), 0
+        self.corpus = corpora.load(**self.plan.data)
+        self.steps = 0
         train = self.corpus.splits["train"]
         self.batches = Streams(
             train, streams=b.streams, segment=b.segment, seed=self.plan.seed, carry=False
@@ -186,13 +190,16 @@ class CostWorker:
         is_first = quantity not in self._timed_before or self.device.type == "cuda"
         self._timed_before.add(quantity)
         self._release()
-        return times_ms[1:] if is_first and len(times_ms) > 1 else times_ms
+        if is_first and len(times_ms) > 1:
+            return times_ms[1:]
+        return times_ms
 
     def flops(self) -> dict:
         """Return FLOPs per byte: executed and ideal ones of a forward pass with a full state, and
         those that the training step needs. ``step`` has the executed FLOPs of a whole training
         step, without the optimizer's."""
-        segment, accumulate = self.plan.batch.segment, self.plan.batch.accumulate
+        segment = self.plan.batch.segment
+        accumulate = self.plan.batch.accumulate
         with self.runtime.autocast():
             sizes = {"segment": segment, "max_bytes": self.span + 4 * segment}
             forward = forward_flops_per_byte(self.model, **sizes, text=self.corpus.splits["valid"])

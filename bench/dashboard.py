@@ -22,7 +22,8 @@ def main(cfg: DictConfig) -> None:
     from harness.plan.settings import parse_setting
 
     project, name = (parse_setting(cfg[key], str, key=key) for key in ("project", "name"))
-    entity, mode = parse_setting(cfg.entity, str | None, key="entity"), os.environ.get("WANDB_MODE")
+    entity = parse_setting(cfg.entity, str | None, key="entity")
+    mode = os.environ.get("WANDB_MODE")
     offline = mode in ("offline", "disabled", "dryrun")
     if offline or not wandb.login(prompt=False, verify=False):
         reason = f"WANDB_MODE={mode}" if offline else "no API key is configured"

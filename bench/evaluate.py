@@ -39,7 +39,9 @@ def main(cfg: DictConfig) -> None:
     from harness.trained import open_trained
 
     run = open_trained(cfg.run, key="run", runtime=cfg.runtime, trust=cfg.trust)
-    folder, plan, provenance = run.folder, run.plan, run.provenance
+    folder = run.folder
+    plan = run.plan
+    provenance = run.provenance
     refuse_links(folder, key="run")  # because a row and a figure are written into the folder
     parse_setting(cfg.split, Literal["train", "valid", "test"], key="split")
     keys = ("streams", "segment", "span", "context")
@@ -65,7 +67,8 @@ def main(cfg: DictConfig) -> None:
         model, split, collect_stats=True, cuts=CUTS - window_cuts, **options, **cut
     )
     windows = score_windows(model, split, cuts=window_cuts, **options)
-    floor, scores = corpus.floor_bits(split), [score, windows]
+    floor = corpus.floor_bits(split)
+    scores = [score, windows]
     future, causal = check_causality(model, scores, floor=floor, precision=runtime.precision)
     row = {
         "kind": "evaluation",
@@ -108,7 +111,8 @@ def print_row(row: dict, folder: Path) -> None:
     from harness.loop.scoring import NOT_CAUSAL, not_causal
     from harness.record.closing_table import WINDOWS_LABEL
 
-    p, mark = row["protocol"], "*" if row["protocol"]["bytes"] else ""
+    p = row["protocol"]
+    mark = "*" if row["protocol"]["bytes"] else ""
     sizes = (
         f"streams {p['streams']}, segment {p['segment']}, span {p['span']}, unscored context "
         f"{p['context']}"

@@ -67,12 +67,15 @@ def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
     for row in rows:
         if _conditions(row["cell"]) != _conditions(rows[0]["cell"]):
             continue
-        cell, summary = cell_keys(row), row["summary"]
+        cell = cell_keys(row)
+        summary = row["summary"]
         bits = math.inf
         if summary["status"] == "finished":
             bits = summary["valid_bits_per_byte"] - summary.get("valid_floor_bits_per_byte", 0.0)
-        key, name = next(key for key in LR_FACTORS if key in cell), mechanism(row["cell"])
-        factor, mechanism_scores = float(cell[key]), scores.setdefault(name, {})
+        key = next(key for key in LR_FACTORS if key in cell)
+        name = mechanism(row["cell"])
+        factor = float(cell[key])
+        mechanism_scores = scores.setdefault(name, {})
         if factor in mechanism_scores:
             raise ValueError(f"{file}: two rows of {name} have {key}={factor:g}")
         mechanism_scores[factor] = bits
@@ -85,7 +88,9 @@ def best_factor(scores: dict[float, float]) -> float | None:
     if len(scores) < MIN_FACTORS:
         return None
     best = min(scores, key=scores.get)
-    return best if min(scores) < best < max(scores) or scores[best] < LEARNED_BITS else None
+    if min(scores) < best < max(scores) or scores[best] < LEARNED_BITS:
+        return best
+    return None
 
 
 def next_factor(scores: dict[float, float], *, step: float) -> float | None:
@@ -95,7 +100,9 @@ def next_factor(scores: dict[float, float], *, step: float) -> float | None:
     if len(scores) < MIN_FACTORS or best_factor(scores):
         return None
     best = min(scores, key=scores.get)
-    return best * step if best == max(scores) else best / step
+    if best == max(scores):
+        return best * step
+    return best / step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +165,8 @@ def stage_cells(
     the one whose best rate they have."""
     cells = []
     for grid in grids:
-        file, params = rows / table_of(grid), grid_params(grid)
+        file = rows / table_of(grid)
+        params = grid_params(grid)
         changes: Iterable[dict[str, str]] = [{}]
         if grid.get("further"):
             key = next(key for key in LR_FACTORS if params.get(key))
@@ -243,7 +251,8 @@ class Runner:
         words = [*cell.words, f"outputs={folder}"]
         if self.path and not GENERATED_DATA & {*words}:
             words.append(f"data.path={self.path}")
-        exit_code, run = self.run_python("train.py", *words), folder / "latest"
+        exit_code = self.run_python("train.py", *words)
+        run = folder / "latest"
         if exit_code in COUNTED_EXIT_CODES and (run / SUMMARY).exists():
             row = {"cell": cell.words, "summary": json.loads((run / SUMMARY).read_text())}
             row["record"] = published_record(read_rows(run / RECORD))
@@ -303,7 +312,8 @@ def main(cfg: DictConfig) -> None:
     if cfg.stage not in cfg.stages:
         raise ValueError(f"stage={cfg.stage}: allowed are {', '.join(cfg.stages)}")
     grids = OmegaConf.to_container(cfg.stages[cfg.stage], resolve=True)
-    rows, rates_of = Path(cfg.rows).resolve(), dict(cfg.rates_of)
+    rows = Path(cfg.rows).resolve()
+    rates_of = dict(cfg.rates_of)
     cells = stage_cells(grids, words=list(cfg.words), rows=rows, rates_of=rates_of)
     remaining = [cell for cell in cells if not cell.find_row()]
     print(

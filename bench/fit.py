@@ -63,7 +63,8 @@ def main(cfg: DictConfig) -> None:
     kind = kind_of(plan)
     admission(contract_plan(plan, kind))
     prediction = predict(plan)
-    peak, by_cause = prediction["predicted_peak_bytes"], prediction["by_cause"]
+    peak = prediction["predicted_peak_bytes"]
+    by_cause = prediction["by_cause"]
     batch = f"{plan.batch.streams} streams of {plan.batch.segment} bytes"
     lines = [
         (
@@ -111,7 +112,9 @@ def most_streams(peak_bytes: Callable[[int], int], *, limit_bytes: int, min_stre
     """Return the largest number of streams from ``min_streams`` to ``MAX_STREAMS`` whose peak is
     within the limit, or 0."""
     fitting = bisect_right(range(min_streams, MAX_STREAMS + 1), limit_bytes, key=peak_bytes)
-    return min_streams + fitting - 1 if fitting else 0
+    if fitting:
+        return min_streams + fitting - 1
+    return 0
 
 
 def predict(plan: Plan, *, streams: int | None = None) -> dict:
@@ -154,7 +157,9 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
 
 def kind_of(plan: Plan) -> str:
     """Return the kind of device that the prediction is for: ``cpu`` or ``cuda``."""
-    return "cpu" if plan.runtime.device.partition(":")[0] == "cpu" else "cuda"
+    if plan.runtime.device.partition(":")[0] == "cpu":
+        return "cpu"
+    return "cuda"
 
 
 def eager_plan(plan: Plan) -> Plan:
@@ -171,10 +176,12 @@ def eager_plan(plan: Plan) -> Plan:
 def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:
     """Return the bytes of each of ``CAUSES`` at the peak of a training step: the second one, under
     ``MemTracker``."""
-    batch, span = plan.batch, plan.model.span
+    batch = plan.batch
+    span = plan.model.span
     runtime = Runtime(device=CPU, precision=plan.runtime.precision, compile=False)
     optimizers = plan.make_optimizers(model)
-    tracker, forward = MemTracker(), runtime.forward(model)
+    tracker = MemTracker()
+    forward = runtime.forward(model)
 
     def tracked(*args, **kwargs):
         # the tracker allows one forward pass of a model; accumulation makes several
@@ -196,7 +203,9 @@ def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:
         )
         optimizers.step(0.5, finite=True)
         optimizers.zero_grad()
-        return next_state if batch.carry else None
+        if batch.carry:
+            return next_state
+        return None
 
     state = step(state)  # the first step allocates the optimizers' state
     del past

@@ -15,9 +15,14 @@ from harness.cache import write_atomically
 from harness.compose.cli import run_command
 from harness.source import ROOT
 
-RESULTS, README, PAGE, GPU_PAGE = "bench/results", "README.md", "docs/results.md", "docs/gpu.md"
-FIGURE, BYTES_FIGURE = "docs/front_page.png", "docs/text_bytes.png"
-BEGIN, END = "<!-- python -m bench.front_page writes from here -->", "<!-- to here -->"
+RESULTS = "bench/results"
+README = "README.md"
+PAGE = "docs/results.md"
+GPU_PAGE = "docs/gpu.md"
+FIGURE = "docs/front_page.png"
+BYTES_FIGURE = "docs/text_bytes.png"
+BEGIN = "<!-- python -m bench.front_page writes from here -->"
+END = "<!-- to here -->"
 
 
 def main() -> None:

@@ -38,7 +38,8 @@ def main(cfg: DictConfig) -> None:
     model, runtime = run.on_device()
     if text is None:
         corpus = run.corpus()
-        name, symbols = f"valid of {corpus.name}", corpus.symbols
+        name = f"valid of {corpus.name}"
+        symbols = corpus.symbols
         tokens = corpus.scored_part("valid", selection_bytes=run.plan.eval.selection_bytes)
     else:
         symbols = run.symbols()
@@ -67,10 +68,8 @@ def main(cfg: DictConfig) -> None:
         print(f"{sublayer} is not drawn: its mechanism has no attention weights to show")
     if not maps:
         return
-    title, about = (
-        f"{run.provenance['variant']}, seed {run.provenance['seed']}",
-        f"{name}, {len(tokens)} bytes",
-    )
+    title = f"{run.provenance['variant']}, seed {run.provenance['seed']}"
+    about = f"{name}, {len(tokens)} bytes"
     excerpt = bytes(symbols[token] for token in tokens[:90].tolist()).decode(
         "utf-8", "backslashreplace"
     )
@@ -123,7 +122,8 @@ def draw_reach(
     titles |= {"title": f"How far back heads attend: {titles['title']}"}
     figure, (ax,) = panels(1, 1, width=max(6.5, 1.2 + 0.9 * len(maps)), height=4.4, **titles)
     for index, (name, layer) in enumerate(maps.items()):
-        heads, mask = len(layer), inspections[name].mask
+        heads = len(layer)
+        mask = inspections[name].mask
         x = index + (np.arange(heads) + 0.5) / heads * 0.8 - 0.4
         for share, marker, colour, share_name in SHARES:
             label = f"{share_name} of its attention" if index == 0 else None
@@ -147,7 +147,9 @@ def layer_names(names: Iterable[str]) -> list[str]:
     are of one layer."""
     names = [name.removeprefix("layers.") for name in names]
     numbers = [name.partition(".")[0] for name in names]
-    return numbers if len(set(numbers)) == len(names) else names
+    if len(set(numbers)) == len(names):
+        return numbers
+    return names
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:

@@ -21,7 +21,8 @@ from harness.loop.trainer import backend_of
 from harness.plan.build import Plan
 from harness.record.folder import config_hash
 
-REFERENCE, TRANSFORMERS = "reference_model", "x-transformers"
+REFERENCE = "reference_model"
+TRANSFORMERS = "x-transformers"
 PACKAGES = {REFERENCE: "torch", TRANSFORMERS: TRANSFORMERS}
 """The package of each peer, as pip names it. Speeds are reported relative to that of the first
 peer."""
@@ -37,11 +38,10 @@ class ReferenceModel(nn.Module):
     def __init__(self, *, vocabulary: int, d_model: int, layers: int, heads: int, max_length: int):
         super().__init__()
         self.heads = heads
-        matrix, d_hidden = partial(nn.Linear, bias=False), 4 * d_model
-        self.embedding, self.positions = (
-            nn.Embedding(vocabulary, d_model),
-            nn.Embedding(max_length, d_model),
-        )
+        matrix = partial(nn.Linear, bias=False)
+        d_hidden = 4 * d_model
+        self.embedding = nn.Embedding(vocabulary, d_model)
+        self.positions = nn.Embedding(max_length, d_model)
         self.query_key_value = nn.ModuleList(matrix(d_model, 3 * d_model) for _ in range(layers))
         self.output = nn.ModuleList(matrix(d_model, d_model) for _ in range(layers))
         self.feed_forward = nn.ModuleList(
@@ -70,7 +70,9 @@ def build_peer(name: str, plan: Plan) -> nn.Module:
     """Return the model of a peer in a plan's sizes, which maps bytes ``[B, T]`` to logits ``[B, T,
     V]``. RuntimeError with the package's message if the package is not installed or raises an
     error."""
-    m, vocabulary, max_length = plan.model, plan.data["vocabulary"], plan.batch.segment
+    m = plan.model
+    vocabulary = plan.data["vocabulary"]
+    max_length = plan.batch.segment
     if name == REFERENCE:
         return ReferenceModel(
             vocabulary=vocabulary,
@@ -116,7 +118,8 @@ class PeerWorker(CostWorker):
     def identity(self) -> dict:
         """Return the row's provenance, with the package and its version. ``variant`` is the peer's
         name."""
-        row, peer = super().identity(), self.task.peer
+        row = super().identity()
+        peer = self.task.peer
         package = PACKAGES.get(peer, "attention-windtunnel")
         if peer:
             config = row["config"] | {"variant": {"name": peer, "package": package}}

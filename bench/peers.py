@@ -76,7 +76,8 @@ def make_entries(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
     entries = []
     for name, plan in plans.items():
         plan.make_model()  # raises for wrong sizes before anything is measured
-        peer, command = name if name in PACKAGES else None, typed_command("peers")
+        peer = name if name in PACKAGES else None
+        command = typed_command("peers")
         task = Task(config=plan.config, peer=peer, command=command)
         entries.append(Entry(name=name, task=task))
     return entries

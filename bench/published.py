@@ -74,7 +74,9 @@ MEASURES = {
     "FLOPs per byte, %": "flops_per_byte.executed",
 }
 """The column of the frame for each measure in ``claims.yaml``."""
-HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "not separated"
+HOLDS = "holds"
+FAILS = "does not hold"
+UNDECIDED = "not separated"
 CLAIM_HEADINGS = [
     "claim",
     "mechanism, baseline",
@@ -109,7 +111,8 @@ def readme_table(folder: Path) -> str:
 
 def results_sections(folder: Path) -> str:
     """Return the sections of ``docs/results.md`` that have rows or missing runs."""
-    captions, sections = read_yaml("captions.yaml"), []
+    captions = read_yaml("captions.yaml")
+    sections = []
     for title, name, tables, *stages in SECTIONS:
         path = folder / f"{name}.jsonl"
         left = LEFT_COLUMNS.get(title, 1)
@@ -141,7 +144,9 @@ def missing_note(path: Path, *stages: str) -> str:
     counts = Counter(run["variant"] for run in missing_runs(path, *stages))
     names = ", ".join(f"`{name}` ({count})" for name, count in counts.items())
     commands = ", ".join(f"`python -m bench.evidence stage={stage}`" for stage in stages)
-    return f"\n\nRuns that are missing ({commands}): {names}." if counts else ""
+    if counts:
+        return f"\n\nRuns that are missing ({commands}): {names}."
+    return ""
 
 
 def mechanism_table(
@@ -253,10 +258,12 @@ def claims_table(runs: pd.DataFrame) -> Table:
     bits = pooled_variance(runs.pivot(index="seed", columns="variant", values=TEST))
     rows = []
     for claim in read_yaml("claims.yaml"):
-        verdicts, parts = [], []
+        verdicts = []
+        parts = []
         for part in claim["parts"]:
             all_seeds = seed_differences(runs, part["variant"], part["baseline"], part["measure"])
-            scored, margin = all_seeds.dropna().tolist(), part.get("margin", 0.0)
+            scored = all_seeds.dropna().tolist()
+            margin = part.get("margin", 0.0)
             pooled = None if part["measure"].endswith("%") else bits
             verdict, interval = judge(
                 scored, expected=part["expected"], margin=margin, pooled=pooled
@@ -300,7 +307,8 @@ def judge(
     if len(differences) < 2:
         return TOO_FEW, "".join(f"{difference:+.4f}" for difference in differences)
     estimate = estimate_mean(differences, pooled)
-    low, high = estimate.mean - estimate.half_width, estimate.mean + estimate.half_width
+    low = estimate.mean - estimate.half_width
+    high = estimate.mean + estimate.half_width
     min_expected = -margin if expected == "equal" else -math.inf
     verdict = FAILS if low >= margin or high <= min_expected else UNDECIDED
     if min_expected < low and high < margin:
@@ -338,7 +346,8 @@ def recall_tables(path: Path) -> Iterator[Table]:
     scored best on valid. With 8 keys also the training bytes of the first validation at
     ``LEARNED_ACCURACY``: "rate at an end" without one, if the best rate does not lie between
     others."""
-    scores, table = scores_by_factor(path), {}
+    scores = scores_by_factor(path)
+    table = {}
     rows = [
         row
         for row in read_rows(path)
@@ -346,7 +355,8 @@ def recall_tables(path: Path) -> Iterator[Table]:
     ]
     rows = [row for row in rows if row["summary"]["check"] not in INCOMPARABLE_CHECKS]
     for row in sorted(rows, key=lambda row: -row["summary"]["valid_bits_per_byte"]):  # best last
-        name, summary = mechanism(row["cell"]), row["summary"]
+        name = mechanism(row["cell"])
+        summary = row["summary"]
         variant, *options = name.split(" ")
         label = ", ".join([f"`{variant}`", *(option.rpartition(".")[2] for option in options)])
         cells = table.setdefault(label, {})
@@ -394,10 +404,8 @@ def skills_tables(path: Path) -> Iterator[Table]:
 def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
     """Return the rows with the ``chosen`` values; ValueError if they repeat ``keys`` or differ in
     other ``COST_CONDITIONS``."""
-    rows, common = (
-        [row for row in read_rows(path) if chosen.items() <= row.items()],
-        {*COST_CONDITIONS} - {*keys},
-    )
+    rows = [row for row in read_rows(path) if chosen.items() <= row.items()]
+    common = {*COST_CONDITIONS} - {*keys}
     names, conditions = (
         {tuple(row.get(key) for key in group) for row in rows} for group in (keys, common)
     )
@@ -480,7 +488,8 @@ def learning_rate_tables(path: Path) -> Iterator[Table]:
         raise ValueError(
             f"{path}: rows differ in seed, options, data, protocol, budget, precision or numerics"
         )
-    scores, cells = scores_by_factor(path), {}
+    scores = scores_by_factor(path)
+    cells = {}
     for name, bits in scores.items():
         best = min(bits, key=bits.get)
         texts = {f"{factor:g}": f"{score:.4f}" for factor, score in bits.items()}

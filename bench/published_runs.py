@@ -15,7 +15,8 @@ from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 
 REFERENCE = VARIANTS["reference"]
-TEST, STATE = "test_bits_per_byte", "memory.state_bytes"
+TEST = "test_bits_per_byte"
+STATE = "memory.state_bytes"
 published_means = partial(
     mean_rows, by="variant", split="test", baselines=VARIANTS["baselines"], reference=REFERENCE
 )
@@ -75,7 +76,9 @@ def text_file(folder: Path) -> Path:
     exist the older ones with windows drawn at random."""
     path = folder / "text.jsonl"
     has_reference = any(row["summary"]["variant"] == REFERENCE for row in read_rows(path))
-    return path if has_reference else folder / "front_page.jsonl"
+    if has_reference:
+        return path
+    return folder / "front_page.jsonl"
 
 
 def best_rates(runs: pd.DataFrame) -> pd.DataFrame:

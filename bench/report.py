@@ -72,7 +72,8 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
 
     try:
         out.mkdir(parents=True, exist_ok=True)  # before drawing, so that an error takes no seconds
-        tables, drawings = all_tables(rows), draw_all(rows)
+        tables = all_tables(rows)
+        drawings = draw_all(rows)
         commands = [*dict.fromkeys(row["command"] for row in rows.frame["row"]), command]
         files = {f"{table.name}.csv": to_csv(table) for table in tables}
         runs = rows.frame[rows.frame["kind"] == "run"]

@@ -53,9 +53,11 @@ def draw_state(ax, runs: pd.DataFrame, names: Collection[str]) -> None:
     that of the difference from the baseline, divided by the square root of 2, which is the share
     of one of two means."""
     pooled = pooled_variance(runs.pivot(index="seed", columns="variant", values=TEST))
-    means, points = published_means(runs), {}
+    means = published_means(runs)
+    points = {}
     for row in (row for row in means if row["variant"] in names):
-        x, y = row[STATE] / KIB, row[TEST]
+        x = row[STATE] / KIB
+        y = row[TEST]
         single = estimate_mean([0.0] * row["n"], pooled).half_width  # of a row without a baseline
         half_width = (row.get("difference.half_width", single) or 0.0) / math.sqrt(2)
         ax.errorbar(
@@ -95,7 +97,9 @@ def state_finding(means: Sequence[dict], names: Collection[str]) -> str:
     baseline."""
     compared = [row for row in means if "difference" in row and row["variant"] in names]
     least = min(compared, key=lambda row: row[STATE])
-    name, baseline, verb = least["variant"], least["baseline"], VERBS[least["verdict"]]
+    name = least["variant"]
+    baseline = least["baseline"]
+    verb = VERBS[least["verdict"]]
     (state,) = (row[STATE] for row in means if row["variant"] == baseline)
     return f"With {least[STATE] / state:.0%} of its state, {name} {verb} {baseline}"
 
@@ -160,9 +164,9 @@ def recall_finding(curves: Mapping[str, pd.DataFrame]) -> str:
 
 def _when_learned(accuracy: pd.Series) -> str:
     learned = accuracy.index[accuracy >= LEARNED_ACCURACY]
-    return (
-        f"after {learned[0]:.1f} MB" if len(learned) else f"not within {accuracy.index[-1]:.1f} MB"
-    )
+    if len(learned):
+        return f"after {learned[0]:.1f} MB"
+    return f"not within {accuracy.index[-1]:.1f} MB"
 
 
 def draw_costs(axes, runs: pd.DataFrame) -> None:

@@ -42,7 +42,8 @@ def time_calls(
     for _ in range(warmup_calls):
         call()
     synchronise()
-    times_ms, deadline = [], time.perf_counter() + max_seconds
+    times_ms = []
+    deadline = time.perf_counter() + max_seconds
     while len(times_ms) < min_calls or time.perf_counter() < deadline:
         synchronise()
         begin = time.perf_counter()
@@ -70,9 +71,12 @@ class Entry:
         """Call a method of the worker. None if the entry fails, or failed before; ValueError for
         a user's mistake."""
         try:
-            return None if self.status else self.process.call(method, *arguments, **keywords)
+            if self.status:
+                return None
+            return self.process.call(method, *arguments, **keywords)
         except WorkerError as error:
-            self.status, self.reason = error.status, str(error)
+            self.status = error.status
+            self.reason = str(error)
 
     def percentiles(self, quantity: str) -> dict[str, float | int | None] | None:
         """Return ``p20``, ``p50`` and ``p80`` of all calls in milliseconds, and the number of calls

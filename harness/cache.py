@@ -32,7 +32,9 @@ def user_path(text: str, *, key: str) -> Path:
     """Return the path that a user has typed, in which ``~`` at the beginning is a home folder;
     ``./~`` is a file of this name. ValueError naming ``key`` for a user without one."""
     try:
-        return Path(text).expanduser() if text.startswith("~") else Path(text)
+        if text.startswith("~"):
+            return Path(text).expanduser()
+        return Path(text)
     except RuntimeError as error:
         raise ValueError(f"{key}={text!r}: cannot be read ({error})") from error
 

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-BUG, MISTAKE = 1, 2
+BUG = 1
+MISTAKE = 2
 
 
 class Failure(Exception):
@@ -39,14 +40,16 @@ def refuse_exit(label: str) -> Iterator[None]:
 class Diverged(Failure):
     """A loss or a gradient is not finite."""
 
-    exit_code, status = 3, "diverged"
+    exit_code = 3
+    status = "diverged"
 
 
 class StorageFailure(Failure, OSError):
     """A file cannot be written or read: the disk is full, a permission is missing, or the
     content is damaged."""
 
-    exit_code, status = 4, "storage"
+    exit_code = 4
+    status = "storage"
 
 
 class Damaged(ValueError):
@@ -57,13 +60,15 @@ class Damaged(ValueError):
 class OutOfMemory(Failure):
     """The device or the machine has less memory than the run needs."""
 
-    exit_code, status = 5, "out of memory"
+    exit_code = 5
+    status = "out of memory"
 
 
 class ProcessLost(Failure, RuntimeError):
     """Another process of this run has ended, does not respond, or has not started."""
 
-    exit_code, status = 6, "process lost"
+    exit_code = 6
+    status = "process lost"
 
 
 ERROR_CLASSES = {BUG: RuntimeError, MISTAKE: ValueError} | {
@@ -84,7 +89,9 @@ def failure_class(error: Exception) -> type[Failure] | None:
     is_storage_error = isinstance(error, OSError) and (
         error.filename is not None or error.errno in STORAGE_ERRNOS
     )
-    return StorageFailure if is_storage_error or isinstance(error, Damaged) else None
+    if is_storage_error or isinstance(error, Damaged):
+        return StorageFailure
+    return None
 
 
 def exit_code(error: Exception, *, mistakes: tuple[type[Exception], ...] = (ValueError,)) -> int:
@@ -92,7 +99,9 @@ def exit_code(error: Exception, *, mistakes: tuple[type[Exception], ...] = (Valu
     a user's mistakes."""
     if cls := failure_class(error):
         return cls.exit_code
-    return MISTAKE if isinstance(error, mistakes) else BUG
+    if isinstance(error, mistakes):
+        return MISTAKE
+    return BUG
 
 
 def first_line(error: Exception) -> str:
@@ -120,4 +129,6 @@ def did_you_mean(name: str, names: Iterable[str], *, prefix: str = "") -> str:
     is near."""
     nearest = difflib.get_close_matches(name, [*dict.fromkeys(names)], n=2)
     words = " or ".join(f"{prefix}{name}" for name in nearest)
-    return f" (did you mean {words}?)" if words else ""
+    if words:
+        return f" (did you mean {words}?)"
+    return ""

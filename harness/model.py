@@ -46,7 +46,9 @@ class Residual(nn.Module):
 
     def __init__(self, sublayer: Sublayer, norm: nn.Module, *, norm_after: bool):
         super().__init__()
-        self.sublayer, self.norm, self.norm_after = sublayer, norm, norm_after
+        self.sublayer = sublayer
+        self.norm = norm
+        self.norm_after = norm_after
 
     def forward(self, x: Tensor, state: State, start: Tensor, *, collect_stats: bool):
         out = self.sublayer(
@@ -94,7 +96,8 @@ class _FastRMSNorm(torch.autograd.Function):
         x, weight, r = ctx.saved_tensors
         # LayerNorm's backward with mean 0 is one kernel. It also subtracts r mean(g w), which is
         # added back below.
-        mean, output_mask = torch.zeros_like(r), [True, True, False]
+        mean = torch.zeros_like(r)
+        output_mask = [True, True, False]
         dx, dw, _ = torch.ops.aten.native_layer_norm_backward(
             g.contiguous(), x, weight.shape, mean, r, weight, None, output_mask
         )
@@ -139,10 +142,13 @@ class LanguageModel(nn.Module):
         checkpoint: str = "none",
     ):
         super().__init__()
-        norms, width = {"layer": nn.LayerNorm, "rms": RMSNorm}, context(0).d_model
+        norms = {"layer": nn.LayerNorm, "rms": RMSNorm}
+        width = context(0).d_model
         self.embedding = nn.Embedding(vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
-        self.scale, self.dropout, self.checkpoint = embedding_scale, embedding_dropout, checkpoint
+        self.scale = embedding_scale
+        self.dropout = embedding_dropout
+        self.checkpoint = checkpoint
         # adds positions to the embedding, which has no heads
         self.position = context(0).position(d_head=0)
         self.layers = nn.ModuleList(nn.ModuleDict() for _ in layers)
@@ -178,7 +184,9 @@ class LanguageModel(nn.Module):
         start = start.view_as(start)
         x = self.position.embed(self.embedding(tokens) * self.scale, start)
         x = F.dropout(x, self.dropout, self.training)
-        loss, new_states, stats = x.new_zeros((), dtype=torch.float32), [], {}
+        loss = x.new_zeros((), dtype=torch.float32)
+        new_states = []
+        stats = {}
         for i, layer in enumerate(self.layers):
             n_done = len(new_states)
             layer_states = (

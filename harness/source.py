@@ -108,11 +108,9 @@ def _origin(module: str) -> Path:
 def _with_imports(files: Files) -> Files:
     """Return the user's files, with those of the modules that they import, and an empty file for
     each version."""
-    found, pending, seen = (
-        dict(files),
-        [*files],
-        {"harness", "bench", "variants", *sys.stdlib_module_names},
-    )
+    found = dict(files)
+    pending = [*files]
+    seen = {"harness", "bench", "variants", *sys.stdlib_module_names}
     if files:
         found[f"python {platform.python_version()}"] = Path(os.devnull)
     while pending:
@@ -215,9 +213,7 @@ def commit() -> str | None:
 
     with suppress(OSError, subprocess.CalledProcessError):
         head = git("rev-parse", "HEAD")
-        return (
-            f"{head}-dirty"
-            if git("status", "--porcelain", "--", ":/", ":/!bench/results")
-            else head
-        )
+        if git("status", "--porcelain", "--", ":/", ":/!bench/results"):
+            return f"{head}-dirty"
+        return head
     return None

@@ -35,7 +35,8 @@ from harness.record.rows import CONFIG, RECORD
 def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
     """Return a run folder's provenance and its best checkpoint; ValueError naming ``key`` if either
     is missing."""
-    best, weights = path / checkpoint.FOLDER / checkpoint.BEST, path / WEIGHTS
+    best = path / checkpoint.FOLDER / checkpoint.BEST
+    weights = path / WEIGHTS
     if not (best.exists() or weights.exists()) or not (path / RECORD).exists():
         files = f"{checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}"
         raise ValueError(f"{key}={path}: must be a run folder with {files}{why_unfinished(path)}")
@@ -111,7 +112,9 @@ class TrainedRun(NamedTuple):
     def symbols(self) -> bytes:
         """Return the byte of each token id. A vocabulary of fewer than 256 ids is read from the
         corpus."""
-        return bytes(range(256)) if self.plan.data["vocabulary"] == 256 else self.corpus().symbols
+        if self.plan.data["vocabulary"] == 256:
+            return bytes(range(256))
+        return self.corpus().symbols
 
 
 def open_trained(
@@ -145,7 +148,8 @@ class Model:
 
     def __repr__(self) -> str:
         n_parameters = sum(parameter.numel() for parameter in self.network.parameters())
-        variant, data = self.about["variant"], self.about["data"]["name"]
+        variant = self.about["variant"]
+        data = self.about["data"]["name"]
         return f"Model(variant={variant}, data={data}, parameters={n_parameters:,})"
 
     def score(

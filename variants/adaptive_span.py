@@ -43,14 +43,17 @@ class SoftSpan(AttentionSpan):
         super().__init__(context)
         if ramp < 1:
             raise ValueError(f"span.ramp={ramp}: must be at least 1 key")
-        self.ramp, self.loss_weight = ramp, loss_weight
+        self.ramp = ramp
+        self.loss_weight = loss_weight
 
     def loss(self, z: Tensor) -> Tensor:
         return self.loss_weight * z.mean()
 
     def mask(self, z: Tensor) -> Tensor:
         mask = soft_mask(z, self.ramp, self.span)
-        return mask if z.dim() == 1 else mask.mean(dim=(0, 2))
+        if z.dim() == 1:
+            return mask
+        return mask.mean(dim=(0, 2))
 
     def span_metrics(self, z: Tensor) -> Metrics:
         """Return metrics of the spans ``z [H]``, without and with the ramp."""
@@ -164,4 +167,6 @@ class DynamicSpan(SoftSpan):
         return {"span_sum": wide(z).sum(dim=(0, 2))}
 
     def metrics(self, stats: Stats) -> Metrics:
-        return self.span_metrics(stats["span_sum"] / stats["bytes"]) if "span_sum" in stats else {}
+        if "span_sum" in stats:
+            return self.span_metrics(stats["span_sum"] / stats["bytes"])
+        return {}

@@ -42,7 +42,8 @@ class PersistentKV(Part):
             )
         if key_std < 0:
             raise ValueError(f"persistent.key_std={key_std}: must be at least 0")
-        self.number, self.d_head = number, d_head
+        self.number = number
+        self.d_head = d_head
         self.key = nn.Parameter(
             torch.randn(context.heads, number, d_head) * (key_std * d_head**-0.5)
         )

@@ -75,8 +75,10 @@ class AnyModule(Sublayer):
                 attend_self={True, False} if "attend_self" in honours else {True},
                 span="span" in honours,
             )
-        self.limits, self.period = frozenset(limits), period
-        self.bytes_back, self.span = reach, context.span
+        self.limits = frozenset(limits)
+        self.period = period
+        self.bytes_back = reach
+        self.span = context.span
         choices = {keyword: getattr(context, name) for name, keyword in (honours or {}).items()}
         self.module = _build(functools.partial(module, **choices))
 
@@ -100,7 +102,9 @@ class AnyModule(Sublayer):
         return SublayerOutput(y)
 
     def reach(self) -> int | None:
-        return 0 if self.honours is None else self.bytes_back
+        if self.honours is None:
+            return 0
+        return self.bytes_back
 
     def set_span(self, span: int) -> None:
         if self.honours is not None and self.honours.span and span != self.span:
@@ -138,7 +142,8 @@ def _keywords(cls: Callable[..., nn.Module]) -> tuple[list[str], bool]:
 def _build(make: functools.partial) -> nn.Module:
     """Build the module. ValueError if its constructor fails, or if its forward needs other
     arguments than x."""
-    name, keywords = _name(make.func), make.keywords
+    name = _name(make.func)
+    keywords = make.keywords
     unnamed = [keyword for keyword in keywords if keyword not in _keywords(make.func)[0]]
     if unnamed and _ignores_unknown_keywords(make):
         allowed = ", ".join(_keywords(make.func)[0]) or "none"

@@ -243,11 +243,9 @@ class Attention(MultiHead, OnKernels):
         if backend.reads_parts:
             windows = group_heads(self._max_by_kv_head(self.span.max_keys))
             groups = [(n - 1 + self.shift, heads) for n, heads in windows]
-        return (
-            []
-            if state is None
-            else [self.reproject_past(state, segment, *group) for group in groups]
-        )
+        if state is None:
+            return []
+        return [self.reproject_past(state, segment, *group) for group in groups]
 
     def reproject_past(
         self, old: Tensor, segment: Segment, n_past: int | None, heads: slice
@@ -322,7 +320,9 @@ class Attention(MultiHead, OnKernels):
         new = segment.x.detach().to(carried_dtype(segment.x))
         old = None if state is None else state.to(new.dtype)
         if n_past is None:
-            return new if old is None else torch.cat([old, new], dim=1)
+            if old is None:
+                return new
+            return torch.cat([old, new], dim=1)
         return last(n_past + self.key_past, 1, old, new)
 
     def trim(self, state: State) -> State:
@@ -390,7 +390,8 @@ class Attention(MultiHead, OnKernels):
     def _stats(
         self, backend: Backend, segment: Segment, keys: VisibleKeys, visible: Window
     ) -> Stats:
-        stats, vectors = self.span.stats(segment.z), segment.persistent
+        stats = self.span.stats(segment.z)
+        vectors = segment.persistent
         if vectors is None:
             return head_stats(segment.q) | stats
         # With values of 1 on persistent vectors and 0 on the context, the output is the mass on
@@ -456,6 +457,6 @@ def carried_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of carried inputs: that of autocast if it is on, so that a later
     projection gives equal keys."""
     device_type = x.device.type
-    return (
-        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
-    )
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype

@@ -23,7 +23,8 @@ class AttentionSpan(Spans):
 
     def __init__(self, context: LayerContext):
         super().__init__()
-        self.span, self.heads = context.span, context.heads
+        self.span = context.span
+        self.heads = context.heads
         self.set_keys((context.span,) * context.heads)
 
     def set_keys(self, max_keys: Sequence[int], visible_keys: Sequence[int] | None = None) -> None:

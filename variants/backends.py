@@ -151,7 +151,9 @@ query."""
 
 def on(device: torch.device) -> dict[str, Backend]:
     """Return the backends for a device by name, preferred first."""
-    return ON_CPU if device.type == "cpu" else ELSEWHERE
+    if device.type == "cpu":
+        return ON_CPU
+    return ELSEWHERE
 
 
 def attend(backend: str, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:

@@ -38,7 +38,9 @@ class Blocks:
         """Return n, the number of query chunks, and Q, queries per chunk; if n > 1, a chunk has
         whole blocks."""
         size = -(-max(32, min(128, self.window_keys)) // self.ratio) * self.ratio
-        return (1, length) if length <= size else (-(-length // size), size)
+        if length <= size:
+            return (1, length)
+        return (-(-length // size), size)
 
     def chunked(self, x: Tensor) -> Tensor:
         """Cut ``[.., T, m]`` into chunks, ``[.., n, Q, m]``."""
@@ -60,7 +62,9 @@ class Blocks:
 
     def n_read(self, visible: int) -> int:
         """Return how many of ``visible`` summaries a query reads."""
-        return visible if self.read is None else min(visible, self.read)
+        if self.read is None:
+            return visible
+        return min(visible, self.read)
 
     def mean_visible(self) -> tuple[float, float]:
         """Return how many summaries a query sees and how many it reads after a full past, as
@@ -75,7 +79,8 @@ def top_mask(scores: Tensor, k: int) -> Tensor:
     """Return a mask ``[.., G]`` of the k largest entries of each row, and of every NaN. Of equal
     entries the first are selected; ``topk`` does not define which it selects."""
     kth = scores.topk(k, dim=-1).values[..., -1:]
-    above, equal = ~(scores <= kth), scores == kth
+    above = ~(scores <= kth)
+    equal = scores == kth
     return above | (
         equal & (equal.cumsum(-1, dtype=torch.int32) <= k - above.sum(-1, keepdim=True))
     )

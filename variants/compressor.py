@@ -39,7 +39,9 @@ class Compressor(nn.Module):
             raise ValueError(
                 f"share={share} with compressor={kind}: allowed are {', '.join(SHARES[kind])}"
             )
-        self.kind, self.heads, self.d_head = kind, heads, d_head
+        self.kind = kind
+        self.heads = heads
+        self.d_head = d_head
 
         if kind == "linear":  # [2 or 1, H or 1, r]: 2 for keys and values
             sizes = {"none": (2, heads), "heads": (2, 1), "key_value": (1, 1), "layers": (1, 1)}[

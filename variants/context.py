@@ -115,7 +115,10 @@ def before(state: State, n_past: int | None, dtype: torch.dtype | None = None) -
 
     def cut(x: Tensor) -> Tensor:
         x = x if n_past is None else x[:, :, max(0, x.shape[2] - n_past) :]
-        return x if dtype is None or x.dim() == 3 else x.to(dtype)  # key biases are not converted
+        # key biases are not converted
+        if dtype is None or x.dim() == 3:
+            return x
+        return x.to(dtype)
 
     return [PastKV(*map(cut, tensors)) for tensors in zip(*fields, strict=True)]
 
@@ -176,7 +179,9 @@ def last(length: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
     # a graph cannot read sizes of storages, and must not return views
     if torch.compiler.is_compiling():
         return view.clone(memory_format=torch.contiguous_format)
-    return view if 4 * view.nbytes >= 3 * new.untyped_storage().nbytes() else view.clone()
+    if 4 * view.nbytes >= 3 * new.untyped_storage().nbytes():
+        return view
+    return view.clone()
 
 
 def weights_of(sum_values: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:

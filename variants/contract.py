@@ -352,7 +352,9 @@ class Position(nn.Module):
         ``[H, max_keys]``, or ``[B, H, T, max_keys]``, or None. Column x belongs to visible key x,
         counted from the nearest. The default is the products with ``vectors``."""
         vectors = self.vectors(max_keys)
-        return None if vectors is None else q @ vectors.T.to(q.dtype)
+        if vectors is None:
+            return None
+        return q @ vectors.T.to(q.dtype)
 
     def term(self, q: Tensor, max_keys: int) -> tuple[Tensor | None, Tensor | None]:
         """Return ``vectors``, if there are any, and else ``bias``."""
@@ -386,14 +388,18 @@ def check_choice(allowed: Iterable[str], **choices: str) -> None:
 def wide(x: Tensor) -> Tensor:
     """Convert the terms of a statistic to float64, or to float32 on devices without float64
     (Apple's GPUs)."""
-    return x.float() if x.device.type == "mps" else x.double()
+    if x.device.type == "mps":
+        return x.float()
+    return x.double()
 
 
 def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
     """Apply ``function`` to every tensor of a state."""
     if isinstance(state, tuple):
         return tuple(map_state(function, s) for s in state)
-    return None if state is None else function(state)
+    if state is None:
+        return None
+    return function(state)
 
 
 def cat_streams(states: list[State]) -> State:
@@ -404,4 +410,6 @@ def cat_streams(states: list[State]) -> State:
         return first
     if isinstance(first, tuple):
         return tuple(cat_streams(list(parts)) for parts in zip(*states, strict=True))
-    return None if first is None else torch.cat(states)
+    if first is None:
+        return None
+    return torch.cat(states)

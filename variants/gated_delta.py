@@ -106,7 +106,8 @@ class GatedDelta(CarriedSums):
         """Return SiLU of each channel's filter over ``x [B, T, 3 H K]``, and the last inputs, which
         the next segment needs. ``past`` has the last inputs before this segment, or is None for
         zeros."""
-        past_bytes, length = len(self.filters) - 1, x.shape[1]
+        past_bytes = len(self.filters) - 1
+        length = x.shape[1]
         past = x.new_zeros(x.shape[0], past_bytes, x.shape[2]) if past is None else past.to(x.dtype)
         inputs = torch.cat([past, x], dim=1)
         taps = (

@@ -59,7 +59,8 @@ class Latent(Attention):
         self.latent = latent or 2 * self.d_head
         self.d_position = self.extra_columns = d_position or max(2, self.d_head // 4 * 2)
         self.position = context.position(self.d_position)
-        width, bias = context.d_model, heads.get("bias", False)
+        width = context.d_model
+        bias = heads.get("bias", False)
         # [W_q; W_p] of each head
         self.query = nn.Linear(width, self.heads * self.kernel_width, bias=bias)
         self.down = nn.Linear(width, self.latent + self.d_position, bias=bias)  # [W_c; W_r]
@@ -67,7 +68,8 @@ class Latent(Attention):
         self.gain = nn.Parameter(torch.ones(self.latent))
         self.maps = ("query", "down", "up")
         # c is carried like inputs, with r, and projected again
-        self.cache, self.carried_width = "hidden", self.latent
+        self.cache = "hidden"
+        self.carried_width = self.latent
 
     @property
     def kernel_width(self) -> int:
@@ -115,8 +117,6 @@ class Latent(Attention):
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """Count as in ``Attention``, but the r of past keys needs no gradient."""
-        needed, past = (
-            super().needed_flops(segment, carried=carried),
-            self._pairs(segment, carried)[1],
-        )
+        needed = super().needed_flops(segment, carried=carried)
+        past = self._pairs(segment, carried)[1]
         return needed._replace(backward=needed.backward - 2 * self.d_position * past / segment)

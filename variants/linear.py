@@ -128,13 +128,16 @@ class LinearAttention(CarriedSums):
         super().__init__(context, **sums)
         self.position = context.position(self.d_head)
         check_choice(FEATURE_MAPS, feature_map=feature_map)
-        self.map, self.features = FEATURE_MAPS[feature_map], self.d_head
+        self.map = FEATURE_MAPS[feature_map]
+        self.features = self.d_head
 
     def log_decay(self, x: Tensor) -> Tensor:
         """Return the log decay for ``decayed_sums.attend``, from inputs ``x [B, T, D]``; in this
         class from slopes."""
         slopes = self.position.slopes(x.dtype)
-        return x.new_zeros(1, 1, 1, 1) if slopes is None else -slopes[None, :, None, None]
+        if slopes is None:
+            return x.new_zeros(1, 1, 1, 1)
+        return -slopes[None, :, None, None]
 
     def _means(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State
@@ -142,7 +145,9 @@ class LinearAttention(CarriedSums):
         """Return the state is S and z, ``[B, H, F, K + 1]``."""
         dtype = torch.promote_types(v.dtype, torch.float32)
         with without_autocast(v.device):
-            q, k, decay = self.map(q.to(dtype)), self.map(k.to(dtype)), self.log_decay(x.to(dtype))
+            q = self.map(q.to(dtype))
+            k = self.map(k.to(dtype))
+            decay = self.log_decay(x.to(dtype))
             v = F.pad(v.to(dtype), (0, 1), value=1.0)  # the column of ones sums the weights
             return normalize(
                 *attend(q, k, v, decay, sums=state, attend_self=not self.shift, chunk=self.chunk)

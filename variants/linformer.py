@@ -108,7 +108,8 @@ class Linformer(MultiHead, OnKernels):
             raise ValueError(
                 f"model.span={context.span}: must be {least}, or no query sees a summary"
             )
-        self.blocks, self.period = Blocks(ratio, window, context.span, self.shift, top_k), ratio
+        self.blocks = Blocks(ratio, window, context.span, self.shift, top_k)
+        self.period = ratio
         self.inner = self.heads * self.d_head
         self.d_index = d_index if top_k else 0
         if top_k:
@@ -164,11 +165,9 @@ class Linformer(MultiHead, OnKernels):
         """Return s_j and u_j, ``[B, N + M, 2 H K (+ I)]``: the carried ones, padded to N, then
         those of M = ceil(T / r) blocks. The first of the M blocks is ``lag`` blocks before the
         open one, and the last may be unfinished."""
-        ratio, phase, count = (
-            self.blocks.ratio,
-            carried.phase,
-            -(-segment.shape[1] // self.blocks.ratio),
-        )
+        ratio = self.blocks.ratio
+        phase = carried.phase
+        count = -(-segment.shape[1] // self.blocks.ratio)
         rows = torch.cat([_last_rows(past, self.blocks.unsummarised), segment], dim=1)
         rows = _rows_from(rows, (ratio - 1 - phase).expand(len(rows)), count * ratio).unflatten(
             1, (count, ratio)
@@ -210,17 +209,17 @@ class Linformer(MultiHead, OnKernels):
         j = first // blocks.ratio + blocks.visible_indices(size, device)
         # Not ``summaries[:, j]``: on a GPU, TorchInductor (2.11 and 2.13) never ends simplifying
         # such an index.
-        step, n_visible = max(1, size // blocks.ratio), j.shape[1]
+        step = max(1, size // blocks.ratio)
+        n_visible = j.shape[1]
         missing = step * (chunks - 1) + n_visible - summaries.shape[1]
         # [B, n, G, 2 H K (+ I)]
         rows = F.pad(summaries, (0, 0, 0, missing)).unfold(1, n_visible, step).mT
         s, u, index_keys = rows.split([self.inner, self.inner, self.d_index], dim=-1)
         k, v = (rearrange(part, "B n G (H K) -> B n H G K", H=self.heads) for part in (s, u))
-        phase, finished = carried.phase[:, None, None, None], carried.finished[:, None, None, None]
-        max_finished, t = (
-            blocks.max_visible + blocks.lag,
-            (first + torch.arange(size, device=device))[:, :, None],
-        )
+        phase = carried.phase[:, None, None, None]
+        finished = carried.finished[:, None, None, None]
+        max_finished = blocks.max_visible + blocks.lag
+        t = (first + torch.arange(size, device=device))[:, :, None]
         # from the query to the block's first byte
         distance = phase + t + blocks.ratio * (max_finished - j[:, None])
         visible = (distance >= blocks.nearest) & (distance < blocks.span + blocks.shift)
@@ -318,7 +317,8 @@ class Linformer(MultiHead, OnKernels):
         )
         if carried < self.blocks.span + ratio:
             counts = [self.blocks.visible_at(carried + t) for t in range(segment)]
-            visible, read = sum(counts), sum(map(self.blocks.n_read, counts))
+            visible = sum(counts)
+            read = sum(map(self.blocks.n_read, counts))
         else:
             visible, read = (segment * mean for mean in self.blocks.mean_visible())
         learns_from_past = self.cache == "hidden" or any(True for _ in self.compressor.parameters())

@@ -80,10 +80,12 @@ class LocalAttention(Attention):
         - 1 keys and values of the stream, ``[B, H, M - 1, K]`` each, or inputs ``[B, M - 1, D]``,
         padded with zeros in front."""
         state, before = self.key_before(state, x)
-        segment, length = self.project_qkv(x, start_of(x, start), before), x.shape[1]
+        segment = self.project_qkv(x, start_of(x, start), before)
+        length = x.shape[1]
         new = [x] if self.cache == "hidden" else [segment.k, segment.v]
         if state is None:
-            phase, old = torch.zeros_like(segment.start), [part[..., :0, :] for part in new]
+            phase = torch.zeros_like(segment.start)
+            old = [part[..., :0, :] for part in new]
             y = self._attend_from_block_start(*segment[1:4])  # q, k, v
         else:
             # After a change of the block size, the first byte of the open block begins a block of
@@ -126,7 +128,10 @@ class LocalAttention(Attention):
     def _attend_by_phase(self, q: Tensor, keys: Tensor, values: Tensor, phases: Tensor) -> Tensor:
         """Return head outputs ``[B, T, H K]``, with phases ``[B]`` on the host. ``keys`` and
         ``values`` have M - 1 past rows, then those of the segment."""
-        phases, past, outputs, order = phases.tolist(), self.block - 1, [], []
+        phases = phases.tolist()
+        past = self.block - 1
+        outputs = []
+        order = []
         for phase in sorted(set(phases)):
             streams = [b for b in range(len(phases)) if phases[b] == phase]
             group_q, *kv = (
@@ -143,9 +148,9 @@ class LocalAttention(Attention):
                 y = torch.cat([y, self._attend_from_block_start(*later)], dim=1)
             outputs.append(y)
             order += streams
-        return (
-            outputs[0] if len(outputs) == 1 else torch.cat(outputs)[torch.tensor(order).argsort()]
-        )
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs)[torch.tensor(order).argsort()]
 
     def _attend_by_index(self, q: Tensor, keys: Tensor, values: Tensor, phases: Tensor) -> Tensor:
         """Compute ``_attend_by_phase`` with phases on the device. Indices beyond either end are
@@ -170,13 +175,12 @@ class LocalAttention(Attention):
     def _attend_blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return head outputs ``[N, H, T, K]`` of the last T bytes of N blocks, with keys ``[N,
         H, P + T, K]``."""
-        backend, rows = self.chosen_backend(q.device), q.shape[2]
+        backend = self.chosen_backend(q.device)
+        rows = q.shape[2]
         attend = self.attend if self.is_traced(q.device) else self._attend_uncompiled
-        size, block_past, outputs = (
-            ROWS_AT_ONCE if backend.has_all_scores else rows,
-            k.shape[2] - rows,
-            [],
-        )
+        size = ROWS_AT_ONCE if backend.has_all_scores else rows
+        block_past = k.shape[2] - rows
+        outputs = []
         for begin in range(0, rows, size):
             end = block_past + min(begin + size, rows)
             n_past = block_past + begin if backend.reads_parts else 0
@@ -184,7 +188,9 @@ class LocalAttention(Attention):
             keys = VisibleKeys(k[:, :, n_past:end], v[:, :, n_past:end], old)
             visible = Window((end,) * self.heads, self.shift)
             outputs.append(attend(backend, q[:, :, begin : begin + size], keys, visible))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs, dim=2)
 
     _attend_uncompiled = torch.compiler.disable(Attention.attend)
 

@@ -30,7 +30,8 @@ from variants.kernels.fused import group_heads
 from variants.kernels.window import PastKV, Window
 from variants.multi_head import HeadKeywords
 
-BOTTOM_FRACTION, TOP_FRACTION = 1 / 16, 1 / 2
+BOTTOM_FRACTION = 1 / 16
+TOP_FRACTION = 1 / 2
 """Default windows of the bottom and of the top layer, as fractions of S."""
 
 
@@ -56,11 +57,9 @@ class DilatedWindows(AttentionSpan):
 
     def __init__(self, context: LayerContext, *, window: int | None, steps: tuple[int, ...]):
         super().__init__(context)
-        self.window, self.steps, self.depth = (
-            window,
-            steps,
-            {"layer": context.layer, "n_layers": context.n_layers},
-        )
+        self.window = window
+        self.steps = steps
+        self.depth = {"layer": context.layer, "n_layers": context.n_layers}
         self.follows_model_span = True if window is None else None
         self.set_span(context.span)
 
@@ -134,7 +133,9 @@ class Longformer(Attention):
             q_and_keys = q[:, heads], keys.of_heads(first, n_heads)
             group_window = Window((w,) * n_heads, self.shift)
             outputs.append(self._attend_classes(backend, *q_and_keys, group_window, n, **term))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs, dim=1)
 
     def _attend_classes(
         self,
@@ -149,7 +150,8 @@ class Longformer(Attention):
         equal to r modulo n, see only keys of class r - shift. ``term`` is that of positions."""
         if n == 1:
             return super().attend(backend, q, keys, visible, **term)
-        length, outputs = q.shape[2], []
+        length = q.shape[2]
+        outputs = []
         bias = term["bias"]
 
         # padded so that classes have equal length; the padding is hidden
@@ -157,7 +159,9 @@ class Longformer(Attention):
             return F.pad(x, (0, 0, 0, -length % n))[:, :, r::n]
 
         for r in range(min(n, length)):
-            c, past = (r - self.shift) % n, []  # class of the keys, and past keys of this class
+            # class of the keys, and past keys of this class
+            c = (r - self.shift) % n
+            past = []
             for part in keys.past:
                 rows = slice((part.k.shape[2] + c) % n, None, n)
                 past.append(PastKV(part.k[:, :, rows], part.v[:, :, rows]))

@@ -64,7 +64,8 @@ class MultiHead(Sublayer):
             raise ValueError(
                 f"model.heads={context.heads} must divide model.d_model={context.d_model}"
             )
-        self.heads, self.d_head = context.heads, d_head or context.d_model // context.heads
+        self.heads = context.heads
+        self.d_head = d_head or context.d_model // context.heads
         self.kv_heads = kv_heads or self.heads
         for name in self.maps:
             heads = self.kv_heads if name in ("key", "value") else self.heads
@@ -111,7 +112,9 @@ class MultiHead(Sublayer):
 
     @staticmethod
     def join_state(state: State, last_key: Tensor | None) -> State:
-        return state if last_key is None else (state, last_key)
+        if last_key is None:
+            return state
+        return (state, last_key)
 
     def shift_keys(
         self, k: Tensor, before: Tensor | None, name: str = "key_shift"
@@ -159,7 +162,9 @@ class MultiHead(Sublayer):
 def start_of(x: Tensor, start: Tensor | None) -> Tensor:
     """Return stream positions ``[B]`` of the first bytes of ``x [B, T, D]``: zeros if ``start``
     is None."""
-    return torch.zeros(x.shape[0], dtype=torch.int64, device=x.device) if start is None else start
+    if start is None:
+        return torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+    return start
 
 
 def head_stats(q: Tensor, **terms: Tensor) -> Stats:

@@ -85,7 +85,8 @@ class NativeSparse(Attention):
         span = AttentionSpan(replace(context, span=min(self.window, context.span)))
         super().__init__(context, kv_heads=kv_heads, **heads, span=lambda _: span)
         self.block = self.period = block
-        self.selected, self.max_keys = selected, context.span
+        self.selected = selected
+        self.max_keys = context.span
         bias = heads.get("bias", False)
         # keys and values of blocks
         self.far = nn.Linear(context.d_model, 2 * self.kv_heads * self.d_head, bias=bias)
@@ -105,7 +106,8 @@ class NativeSparse(Attention):
         """Return the state is that of the window, keys and values of blocks ``[B, P, 2 G K]``, and
         the number of bytes in the open block ``[B]``. If keys are shifted, the last unmixed keys of
         window and blocks are carried, too."""
-        start, rows = start_of(x, start), self.far(x)
+        start = start_of(x, start)
+        rows = self.far(x)
         initial = (None, rows[:, :0], torch.zeros_like(start))
         window_state, past, phase, *far_before = initial if state is None else state
         window_state, before = self.split_state(window_state)
@@ -136,9 +138,11 @@ class NativeSparse(Attention):
         ``rows [B, P + T, 2 G K]`` are keys and values of past and segment. They are shifted so that
         the blocks of all streams align, and the first P // l blocks are before the segment. Rows
         beyond either end are hidden."""
-        size, length = self.block, q.shape[2]
+        size = self.block
+        length = q.shape[2]
         past = rows.shape[1] - length
-        past_blocks, n_blocks = past // size, past // size + (length + 2 * size - 2) // size
+        past_blocks = past // size
+        n_blocks = past // size + (length + 2 * size - 2) // size
         offset = past + size - phase - past_blocks * size
         index = offset[:, None] + torch.arange(n_blocks * size, device=q.device)
         rows = F.pad(rows, (0, 0, size, 0))
@@ -156,7 +160,8 @@ class NativeSparse(Attention):
         k = rearrange(k, "B n (G K) -> (B n) G 1 K", K=self.d_head)
         k = rearrange(self.position.rotate(k, ends.flatten()), "(B n) G 1 K -> B G n K", n=n_blocks)
         v = rearrange(v, "B n (G K) -> B G n K", K=self.d_head)
-        outputs, recomputed = [], partial(checkpoint.checkpoint, self._attend, use_reentrant=False)
+        outputs = []
+        recomputed = partial(checkpoint.checkpoint, self._attend, use_reentrant=False)
         for begin in range(0, length, QUERIES_AT_ONCE):
             end = min(begin + QUERIES_AT_ONCE, length)
             newest = torch.arange(begin, end, device=q.device) - self.shift
@@ -197,7 +202,8 @@ class NativeSparse(Attention):
             oldest: position of the earliest byte of the state. All positions count from the
                 segment's first byte."""
         drop = partial(F.dropout, p=self.dropout, training=self.training)
-        size, q = self.block, rearrange(q, "B (G h) Q K -> B G h Q K", G=k.shape[1])
+        size = self.block
+        q = rearrange(q, "B (G h) Q K -> B G h Q K", G=k.shape[1])
         # from the nearest key to the block's first byte, [B, Q, n]
         distance = newest[:, None] - starts[:, None]
         finished = (distance >= size - 1) & (distance < self.max_keys) & (starts >= oldest)[:, None]
@@ -209,7 +215,8 @@ class NativeSparse(Attention):
         # ties: earlier blocks first
         importance, indices = importance.sort(dim=-1, descending=True, stable=True)
         # [B, G, Q, s]
-        importance, indices = importance[..., : self.selected], indices[..., : self.selected]
+        importance = importance[..., : self.selected]
+        indices = indices[..., : self.selected]
         first_of_head = torch.arange(k.shape[0] * k.shape[1], device=q.device).view(
             *k.shape[:2], 1, 1
         )
@@ -261,7 +268,8 @@ class NativeSparse(Attention):
     def ideal_flops(self) -> int:
         """Count projections, summaries, and products of the three branches, as a mean over the
         phases of a block."""
-        size, keys = self.block, 0
+        size = self.block
+        keys = 0
         for phase in range(size):  # bytes of the open block
             finished = (self.max_keys - phase) // size
             # without the block that has the nearest key

@@ -71,11 +71,9 @@ class Performer(CarriedSums):
         """Return the state is S and M of ``kernels/carried_sums.py``."""
         dtype = torch.promote_types(v.dtype, torch.float32)
         with without_autocast(v.device):
-            q, k, directions = (
-                q.to(dtype),
-                k.to(dtype),
-                self.directions.to(dtype) * self.d_head**-0.25,
-            )
+            q = q.to(dtype)
+            k = k.to(dtype)
+            directions = self.directions.to(dtype) * self.d_head**-0.25
             products = einsum(k, directions, "B H T K, H m K -> B H T m")
             k, log_scale = relative_exponentials(
                 products - k.square().sum(-1, keepdim=True) / (2 * self.d_head**0.5)

@@ -99,9 +99,12 @@ class SelectSlots(torch.autograd.Function):
             keys: ``[2 H, C, d]``, the half-keys for each half.
             pairs: ``candidate_pairs`` for these sizes.
             kernel: whether to search by ``product_search``, on a CPU only."""
-        shape, half_keys = (len(query), keys.shape[0] // 2, top_k), keys.shape[1]
-        exact_query, exact_keys = at_least_float32(query), at_least_float32(keys)
-        slots, sums = pairs.new_empty(shape), exact_query.new_empty(shape)
+        shape = (len(query), keys.shape[0] // 2, top_k)
+        half_keys = keys.shape[1]
+        exact_query = at_least_float32(query)
+        exact_keys = at_least_float32(keys)
+        slots = pairs.new_empty(shape)
+        sums = exact_query.new_empty(shape)
         for part in _blocks(query, keys):
             # with scores in bfloat16, other slots would be selected
             with without_autocast(query.device):
@@ -120,12 +123,11 @@ class SelectSlots(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, _: None, d_sums: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         query, keys, slots = ctx.saved_tensors
-        half_keys, exact_query, exact_keys = (
-            keys.shape[1],
-            at_least_float32(query),
-            at_least_float32(keys),
-        )
-        d_query, d_keys = torch.empty_like(query), torch.zeros_like(keys)
+        half_keys = keys.shape[1]
+        exact_query = at_least_float32(query)
+        exact_keys = at_least_float32(keys)
+        d_query = torch.empty_like(query)
+        d_keys = torch.zeros_like(keys)
         for part in _blocks(query, keys):
             slot = rearrange(slots[part], "b h k -> h b k")
             halves = torch.stack([slot // half_keys, slot % half_keys], 1)  # [H, 2, b, k]
@@ -208,8 +210,13 @@ class ProductKeyMemory(Sublayer):
             )
         if d_query < 2 or d_query % 2:
             raise ValueError(f"d_query={d_query}: allowed are even integers from 2")
-        self.half_keys, self.top_k, self.heads, self.d_query = half_keys, top_k, heads, d_query
-        self.activation, self.sparse, self.wanted_backend = activation, sparse, context.backend
+        self.half_keys = half_keys
+        self.top_k = top_k
+        self.heads = heads
+        self.d_query = d_query
+        self.activation = activation
+        self.sparse = sparse
+        self.wanted_backend = context.backend
         self.tables = {"values": heads * top_k}
 
         if query_norm == "batch":
@@ -274,7 +281,9 @@ class ProductKeyMemory(Sublayer):
         return self.wanted_backend in ("auto", "kernel") and product_search.obstacle(device) is None
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        return "kernel" if self.searches_by_kernel(device) else "plain"
+        if self.searches_by_kernel(device):
+            return "kernel"
+        return "plain"
 
     def usage(self, slots: Tensor, weights: Tensor) -> Stats:
         """Return reads of each slot, int64 ``[M]``, sums of their weights, float64 ``[M]``, and

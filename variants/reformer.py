@@ -76,7 +76,8 @@ class Reformer(MultiHead):
     # Later bytes change the order of the sorted positions. A chunk is multiplied with two chunks of
     # keys.
     limits = frozenset({"rounding", "ideal_flops"})
-    maps, scaled = ("query", "value"), False
+    maps = ("query", "value")
+    scaled = False
 
     def __init__(
         self,
@@ -96,12 +97,10 @@ class Reformer(MultiHead):
         buckets = max(2, 2 * round(context.span / bucket_keys / 2)) if buckets is None else buckets
         if buckets < 2 or buckets % 2:
             raise ValueError(f"buckets={buckets}: allowed are even integers from 2, or null")
-        self.rounds, self.buckets, self.bucket_keys, self.span = (
-            rounds,
-            buckets,
-            bucket_keys,
-            context.span,
-        )
+        self.rounds = rounds
+        self.buckets = buckets
+        self.bucket_keys = bucket_keys
+        self.span = context.span
         self.position = context.position(self.d_head)
         if self.position.constant_bias:
             self.honours = replace(self.honours, position=self.honours.position | {"bias"})
@@ -119,18 +118,18 @@ class Reformer(MultiHead):
     ) -> SublayerOutput:
         """Return the state is concatenated keys and values ``[B, H, P, 2K]`` and hashes ``[B, H, R,
         P]``, or past inputs ``[B, P, D]``."""
-        length, start = x.shape[1], start_of(x, start)
+        length = x.shape[1]
+        start = start_of(x, start)
         if self.cache == "hidden":
             state = x if state is None else torch.cat([state.to(x.dtype), x], dim=1)
             kv, factors, hashes = self._encode(state, start - (state.shape[1] - length))
-            factors, state = factors[:, :, -length:], state.detach()
+            factors = factors[:, :, -length:]
+            state = state.detach()
         else:
             kv, factors, hashes = self._encode(x, start)
             if state is not None:
-                kv, hashes = (
-                    torch.cat([state[0].to(kv.dtype), kv], 2),
-                    torch.cat([state[1], hashes], 3),
-                )
+                kv = torch.cat([state[0].to(kv.dtype), kv], 2)
+                hashes = torch.cat([state[1], hashes], 3)
             state = kv.detach(), hashes
         y, n_keys = self.attend(kv, factors, hashes)
         stats = head_stats(y, keys=n_keys, alone=n_keys == 0) if collect_stats else None
@@ -145,9 +144,14 @@ class Reformer(MultiHead):
             kv: concatenated keys and values ``[B, H, L, 2K]``.
             factors: ``[B, H, T]``; the last T keys times these are scaled queries.
             hashes: the bucket of each key in each round, integers ``[B, H, R, L]``."""
-        bias, dropout = self.position.bias(kv, self.span), self.dropout if self.training else 0.0
-        bucket_keys, reach, shift = self.bucket_keys, self.reach(), self.shift
-        total, width, length = kv.shape[2], kv.shape[3] // 2, factors.shape[2]
+        bias = self.position.bias(kv, self.span)
+        dropout = self.dropout if self.training else 0.0
+        bucket_keys = self.bucket_keys
+        reach = self.reach()
+        shift = self.shift
+        total = kv.shape[2]
+        width = kv.shape[3] // 2
+        length = factors.shape[2]
         dtype = torch.promote_types(kv.dtype, torch.float32)
         # [B, H, R, L]: positions, sorted by bucket, then position
         order = hashes.argsort(dim=-1, stable=True)
@@ -269,11 +273,13 @@ class Reformer(MultiHead):
         gradient. With ``cache: kv`` past keys and values need none either; with ``hidden`` they are
         projected again, with gradients of the weights."""
         in_segment, past = self._visible_pairs(segment, carried)
-        forward, hashing = self._forward_flops(in_segment + past), 2 * self.rotations.numel()
+        forward = self._forward_flops(in_segment + past)
+        hashing = 2 * self.rotations.numel()
         backward = 2 * (forward - hashing)
         if self.cache == "kv":
             return NeededFlops(forward, backward - 4 * self.heads * self.d_head * past)
-        inputs, projection = min(carried, self.reach()) / segment, 4 * self.query.weight.numel()
+        inputs = min(carried, self.reach()) / segment
+        projection = 4 * self.query.weight.numel()
         return NeededFlops(
             forward + inputs * (projection + hashing), backward + inputs * projection
         )

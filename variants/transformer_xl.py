@@ -48,10 +48,12 @@ class Distances(Position):
                 Distances, (name, sizes), lambda: nn.Parameter(torch.zeros(sizes)), share=share
             )
 
-        self.heads, self.d_head = context.heads, d_head
+        self.heads = context.heads
+        self.d_head = d_head
         self.project = nn.Linear(context.d_model, context.heads * d_head, bias=False)
         # u, v: [H, K]
-        self.to_keys, self.to_distances = shared_vector("keys"), shared_vector("distances")
+        self.to_keys = shared_vector("keys")
+        self.to_distances = shared_vector("distances")
         self.register_buffer("turns", turns(rotary_frequencies(context.d_model)), persistent=False)
 
     def sinusoids(self, max_keys: int, dtype: torch.dtype) -> Tensor:
@@ -82,7 +84,8 @@ class Distances(Position):
     def has_few_queries(self, q: Tensor, max_keys: int) -> bool:
         """Return whether queries ``[B, H, T, K]`` are so few that W_R times queries needs fewer
         FLOPs than W_R times r."""
-        queries, width = q.shape[0] * q.shape[2], self.project.in_features
+        queries = q.shape[0] * q.shape[2]
+        width = self.project.in_features
         return queries * width * (self.d_head + max_keys) < max_keys * self.d_head * (
             width + queries
         )
@@ -135,7 +138,8 @@ class TransformerXL(Attention):
             )
         p = self.position.vectors(max_keys).to(q.dtype)
         p = torch.cat([p, ((v - u) * p).sum(-1, keepdim=True)], dim=-1)
-        q, outputs = F.pad(q + u, (0, 1), value=1.0), []
+        q = F.pad(q + u, (0, 1), value=1.0)
+        outputs = []
         head_window = Window(visible.max_keys[:1], visible.shift)
         for h in range(self.heads):
             head_keys = keys.of_heads(h, 1).each(

@@ -52,7 +52,9 @@ def by_kernel(
         keys.old_k.shape[2],
         blocks.window_keys,
     )
-    dtype, past_bias, biases = torch.promote_types(q.dtype, torch.float32), None, {}
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    past_bias = None
+    biases = {}
     if not isinstance(keys.past_bytes, FakeTensor) and (keys.past_bytes < past_rows).any():
         padding = torch.arange(past_rows + length) < past_rows - keys.past_bytes[:, None, None]
         key_bias = torch.zeros(streams, heads, past_rows + length, dtype=dtype).masked_fill(
@@ -89,11 +91,14 @@ def by_bands(
 ) -> Tensor:
     """Compute ``by_kernel`` in plain PyTorch."""
     (chunks, size), past_rows = blocks.chunks(q.shape[2]), keys.old_k.shape[2]
-    k, v = torch.cat([keys.old_k, keys.k], dim=2), torch.cat([keys.old_v, keys.v], dim=2)
+    k = torch.cat([keys.old_k, keys.k], dim=2)
+    v = torch.cat([keys.old_v, keys.v], dim=2)
     past_chunks = -(-blocks.window_past // size) if chunks > 1 else 0
     if chunks > 1:
         pad = (0, 0, past_chunks * size - past_rows, chunks * size - q.shape[2])
-        k, v, past_rows = F.pad(k, pad), F.pad(v, pad), past_chunks * size
+        k = F.pad(k, pad)
+        v = F.pad(v, pad)
+        past_rows = past_chunks * size
 
     # [B, H, past_rows + n Q, K] -> [B, n, H, L + G, K]
     def join_summaries(x: Tensor, of_blocks: Tensor) -> Tensor:
@@ -117,7 +122,8 @@ def by_bands(
         [in_window.expand(len(summaries.visible), -1, -1, -1), summaries.visible], dim=3
     )
     bias = _position_bias(q, distance, blocks=blocks, position=position)
-    k, v = join_summaries(k, summaries.k), join_summaries(v, summaries.v)
+    k = join_summaries(k, summaries.k)
+    v = join_summaries(v, summaries.v)
     chunked_q = blocks.chunked(q).transpose(1, 2)
     y = _softmax(
         chunked_q, k, v, visible[:, :, None], bias, dropout=dropout, may_be_empty=blocks.shift > 0
@@ -172,7 +178,9 @@ def _softmax(
         )
     else:
         y = F.dropout(_weights(q, k, visible, bias), dropout).to(v.dtype) @ v
-    return y.masked_fill(empty, 0) if may_be_empty else y
+    if may_be_empty:
+        return y.masked_fill(empty, 0)
+    return y
 
 
 def _weights(q: Tensor, k: Tensor, visible: Tensor, bias: Tensor | None) -> Tensor:

@@ -44,7 +44,8 @@ def main() -> None:
     elif command == "--version":
         print(f"attention-windtunnel {metadata.version('attention-windtunnel')}")
     elif command not in COMMANDS:
-        hint, allowed = did_you_mean(command, COMMANDS), ", ".join(COMMANDS)
+        hint = did_you_mean(command, COMMANDS)
+        allowed = ", ".join(COMMANDS)
         print(f"error: {command}: no such command{hint}; allowed are {allowed}", file=sys.stderr)
         sys.exit(2)
     else:

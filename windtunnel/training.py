@@ -32,7 +32,8 @@ def train(*words: str, trust: Sequence[str] = ()) -> Model:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    folder, error = "", "it has printed no reason"
+    folder = ""
+    error = "it has printed no reason"
     with process:
         for line in process.stdout:
             # also where a child's output is not seen, as in notebooks

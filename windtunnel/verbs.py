@@ -44,7 +44,8 @@ def compare(options: Namespace) -> None:
 
 def generate(options: Namespace) -> None:
     """Print the prompt and its continuation, byte by byte."""
-    model, prompt = load(options.run, trust=options.trust), options.prompt.encode()
+    model = load(options.run, trust=options.trust)
+    prompt = options.prompt.encode()
     drawing = {"temperature": options.temperature, "top_k": options.top_k, "seed": options.seed}
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     print(decoder.decode(prompt), end="", flush=True)

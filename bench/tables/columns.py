@@ -114,7 +114,9 @@ def cell_of(row: Mapping, *, form: str, key: str) -> Cell:
         return cells.text(row["status"])
     cell = FORMS[form](row, key) if form in FORMS else _formatted(row, key, form=form)
     marked = approximate and row.get(approximate) and cell.text
-    return replace(cell, text=f"~{cell.text}") if marked else cell
+    if marked:
+        return replace(cell, text=f"~{cell.text}")
+    return cell
 
 
 def columns(section: str, *, distances: Sequence[str] = ()) -> list[Column]:

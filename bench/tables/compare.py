@@ -130,7 +130,9 @@ def commit_notes(rows: Iterable[dict]) -> list[str]:
     """Return a note on the commits of the rows, in the order of the rows; none if no row has a
     commit."""
     commits = [*dict.fromkeys(filter(None, map(short_commit, rows)))]
-    return [f"Commit {join_words(commits)}."] if commits else []
+    if commits:
+        return [f"Commit {join_words(commits)}."]
+    return []
 
 
 def missing_formulas_notes(arms: pd.DataFrame, key: str) -> list[str]:
@@ -140,14 +142,17 @@ def missing_formulas_notes(arms: pd.DataFrame, key: str) -> list[str]:
     for run in arms.itertuples():
         for operator in (run.row.get(key) or {}).get("unknown") or ():
             arms_by_operator.setdefault(operator, set()).add(run.arm)
-    all_arms, texts = set().union(*arms_by_operator.values()), []
+    all_arms = set().union(*arms_by_operator.values())
+    texts = []
     for operator, names in sorted(
         arms_by_operator.items(), key=lambda entry: (-len(entry[1]), entry[0])
     ):
         only = "" if names == all_arms else f" ({join_words(sorted(names), limit=3)})"
         texts.append(operator + only)
     note = f"Executed FLOPs leave out operators without a formula: {', '.join(texts)}."
-    return [note] if texts else []
+    if texts:
+        return [note]
+    return []
 
 
 def _text(value: object) -> str:
@@ -155,7 +160,9 @@ def _text(value: object) -> str:
         return "none"
     if isinstance(value, float):
         return f"{value:.10g}"
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 def data_words(rows: Iterable[dict]) -> str:
@@ -202,7 +209,8 @@ def protocol_words(rows: Sequence[dict]) -> str:
 
 def environment_words(row: dict) -> str:
     """Return the environment of a row as text, for captions."""
-    machine, kind = row.get("machine") or {}, row["device_kind"]
+    machine = row.get("machine") or {}
+    kind = row["device_kind"]
     cores = f" on {pluralize(machine['cores'], 'core')}" if machine.get("cores") else ""
     device = f"{row['device']} ({kind}), {pluralize(row['threads'], 'thread')}{cores}"
     if (row.get("processes") or 1) > 1:
@@ -222,7 +230,9 @@ def environment_words(row: dict) -> str:
 def precision_word(row: dict) -> str:
     """Return ``float32``, ``bfloat16``, or ``float32 with TF32``, which rounds the factors of
     matrix products."""
-    return f"{row['precision']} with TF32" if row.get("tf32") else row["precision"]
+    if row.get("tf32"):
+        return f"{row['precision']} with TF32"
+    return row["precision"]
 
 
 def environment_differences(rows: Sequence[dict]) -> str:

@@ -141,7 +141,8 @@ def _name(row: dict) -> list[str]:
 def _cost_notes(rows: Sequence[dict]) -> list[str]:
     """Return notes on rows that were not measured, rows that were timed without others, and the
     device's peak FLOP/s."""
-    notes, timed_singly = [], []
+    notes = []
+    timed_singly = []
     for row in rows:
         name = f"{', '.join(_name(row))}, length {row['length']:,.0f}"
         if row["status"] != "measured":

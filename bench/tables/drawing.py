@@ -18,7 +18,10 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocat
 from bench.tables.compare import VARIANTS
 from harness.record.table import Drawing
 
-GREY, FAINT, INK, BLUE = "#7F7F7F", "0.9", "0.15", "#0072B2"
+GREY = "#7F7F7F"
+FAINT = "0.9"
+INK = "0.15"
+BLUE = "#0072B2"
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 10.0,
@@ -55,7 +58,8 @@ def panels(
     """Return a figure of ``width`` x ``height`` inches with title and subtitle, and its axes, row
     by row."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    renderer, top = FigureCanvasAgg(figure).get_renderer(), height - 0.08
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    top = height - 0.08
     for words, style in (
         (title, {"fontsize": 13, "color": INK}),
         (subtitle, {"fontsize": 9, "color": "0.35"}),
@@ -96,7 +100,8 @@ def add_legend(ax: Axes) -> None:
 def scale_axis(axis, numbers: list[float], *, log: bool | None = None) -> None:
     """Label an axis with plain numbers. It is logarithmic if ``log``, by default if
     ``LOG_RATIO`` is exceeded."""
-    low, high = min(numbers, default=1), max(numbers, default=1)
+    low = min(numbers, default=1)
+    high = max(numbers, default=1)
     if low > 0 and (high > LOG_RATIO * low if log is None else log):
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
         axis.set_major_locator(
@@ -108,9 +113,9 @@ def scale_axis(axis, numbers: list[float], *, log: bool | None = None) -> None:
 
 def plain_number(number: float, _position: int | None = None) -> str:
     """Return ``0.02``, ``512`` or ``3 M``: a short text without a power of ten."""
-    return (
-        f"{number:g}" if 1e-3 <= abs(number) < 1e4 or number == 0 else EngFormatter(sep=" ")(number)
-    )
+    if 1e-3 <= abs(number) < 1e4 or number == 0:
+        return f"{number:g}"
+    return EngFormatter(sep=" ")(number)
 
 
 def drawing_of(figure: Figure, *, name: str, title: str, caption: str) -> Drawing:

@@ -25,7 +25,10 @@ CONFIDENCE = 0.95
 MIN_SEEDS = 3  # fewest common seeds for a verdict
 # a variance larger than the pooled one by more than this ratio is used in its place
 OWN_VARIANCE_RATIO = 2
-BETTER, WORSE, TIE, TOO_FEW = "better", "worse", "tie", "too few seeds"
+BETTER = "better"
+WORSE = "worse"
+TIE = "tie"
+TOO_FEW = "too few seeds"
 
 
 class Pooled(NamedTuple):
@@ -55,7 +58,9 @@ class Estimate:
             return TOO_FEW
         if self.p > 1 - CONFIDENCE:
             return TIE
-        return BETTER if self.mean < 0 else WORSE
+        if self.mean < 0:
+            return BETTER
+        return WORSE
 
 
 def estimate_mean(numbers: Sequence[float], pooled: Pooled | None = None) -> Estimate:
@@ -94,7 +99,8 @@ def compare(scores: pd.DataFrame, baselines: Mapping[str, str]) -> dict[str, Est
     """Return the differences of mechanisms from their ``baselines`` over the seeds that both have,
     by mechanism, with p after Holm's correction over those that get a verdict. ``scores`` as in
     ``pooled_variance``."""
-    pooled, estimates = pooled_variance(scores), {}
+    pooled = pooled_variance(scores)
+    estimates = {}
     for name, baseline in baselines.items():
         if {name, baseline} <= {*scores} and name != baseline:
             differences = (scores[name] - scores[baseline]).dropna().tolist()
@@ -110,11 +116,9 @@ def holm(probabilities: Sequence[float]) -> list[float]:
     """Return the p values after Holm's correction, in the order of ``probabilities``. Of n values
     the smallest is multiplied by n, the next by n - 1 and so on; each is raised to the one before
     it if that is larger, and none exceeds 1."""
-    order, corrected, largest = (
-        sorted(range(len(probabilities)), key=probabilities.__getitem__),
-        {},
-        0.0,
-    )
+    order = sorted(range(len(probabilities)), key=probabilities.__getitem__)
+    corrected = {}
+    largest = 0.0
     for rank, index in enumerate(order):
         largest = max(largest, min(1.0, (len(order) - rank) * probabilities[index]))
         corrected[index] = largest
@@ -124,9 +128,11 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 def t_quantile(probability: float, *, freedom: int) -> float:
     """Return the t with ``t_below(t) == probability``, for a ``probability`` of at least 0.5 and
     below 1."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while t_below(high, freedom=freedom) < probability:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
         low, high = (
@@ -139,7 +145,9 @@ def t_below(t: float, *, freedom: int) -> float:
     """Return the probability below ``t`` >= 0 in Student's distribution, a finite sum for integer
     degrees of ``freedom``."""
     angle = math.atan(t / math.sqrt(freedom))
-    odd, power, total = freedom % 2, 1.0, 0.0
+    odd = freedom % 2
+    power = 1.0
+    total = 0.0
     for term in range(freedom // 2):
         total += power
         power *= math.cos(angle) ** 2 * (2 * term + 1 + odd) / (2 * term + 2 + odd)

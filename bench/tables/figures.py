@@ -79,7 +79,8 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     newest = arms[arms["valid_bits_per_byte"].notna()].drop_duplicates(["arm", "seed"], keep="last")
     split, reference = basis(newest)
     rows = mean_rows(newest, by="arm", split=split, reference=reference, baselines={})
-    last, one_environment = arms["row"].iloc[-1], arms["row"].map(cost_key).nunique() == 1
+    last = arms["row"].iloc[-1]
+    one_environment = arms["row"].map(cost_key).nunique() == 1
     costs = {}
     for label, key in RUN_COSTS.items():
         if (one_environment or "FLOPs" in label) and all(key in row for row in rows):
@@ -100,11 +101,9 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     for ax, (label, key) in zip(axes, costs.items(), strict=True):
         divisor = MIB if "MiB" in label else 1.0
         for row in rows:
-            style, bits, x = (
-                styles[row["variant"]],
-                row["runs"][f"{split}_{BITS}"],
-                row[key] / divisor,
-            )
+            style = styles[row["variant"]]
+            bits = row["runs"][f"{split}_{BITS}"]
+            x = row[key] / divisor
             ax.vlines(x, bits.min(), bits.max(), color=style["color"], linewidth=1)
             arm = f"{row['arm']} (n={row['n']})"
             ax.plot(x, bits.mean(), **style, linestyle="none", markersize=7, alpha=0.85, label=arm)
@@ -125,16 +124,16 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     means = {arm: curve for arm, curve in means.items() if len(curve)}
     if not means:
         return
-    styles, levels, title = variant_styles(arms["variant"]), [], "Learning curves"
+    styles = variant_styles(arms["variant"])
+    levels = []
+    title = "Learning curves"
     height = max(4.6, 1.6 + 0.17 * len(means))
     subtitle = data_words(arms["row"])
     figure, (ax,) = panels(1, 1, width=8.5, height=height, title=title, subtitle=subtitle)
     for arm, curve in means.items():
         runs = arms[arms["arm"] == arm]
-        style, line_style = (
-            styles[runs["variant"].iloc[0]],
-            LINE_STYLES[runs["order"].iloc[0] % len(LINE_STYLES)],
-        )
+        style = styles[runs["variant"].iloc[0]]
+        line_style = LINE_STYLES[runs["order"].iloc[0] % len(LINE_STYLES)]
         ax.plot(
             curve.index,
             curve,
@@ -189,7 +188,8 @@ def _cost_drawings(rows: pd.DataFrame) -> Iterator[Drawing]:
 def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
     """Return a figure of ``CONTEXT_COSTS`` against the length of context, with a line for each arm
     and backend."""
-    first, styles = rows["row"].iloc[0], variant_styles(rows["variant"])
+    first = rows["row"].iloc[0]
+    styles = variant_styles(rows["variant"])
     spans_from = rows.get("spans_from", pd.Series(None, index=rows.index)).replace("learned", None)
     labels = rows["backend"] + spans_from.map(
         lambda spans: f", {spans}" if isinstance(spans, str) else ""

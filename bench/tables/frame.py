@@ -201,6 +201,6 @@ def _summary_error(summary: dict, line_number: int, *, provenance: dict | None) 
             and cost_conditions(provenance) != cost_conditions(summary)
         ):
             return "resumed in another environment, so a budget of seconds is not comparable"
-    return (
-        f"{summary['check']}: not compared" if summary.get("check") in INCOMPARABLE_CHECKS else None
-    )
+    if summary.get("check") in INCOMPARABLE_CHECKS:
+        return f"{summary['check']}: not compared"
+    return None

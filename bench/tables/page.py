@@ -102,7 +102,8 @@ def _table(table: Table) -> str:
 
 def _heading(column: Column) -> str:
     """Return the heading of a column, with a button that sorts the table."""
-    number, heading = ' class="number"' if column.numeric else "", escape(column.heading)
+    number = ' class="number"' if column.numeric else ""
+    heading = escape(column.heading)
     return (
         f'<th scope="col"{number}><button '
         f'title="{escape(column.explanation)}">{heading}</button></th>'

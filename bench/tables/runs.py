@@ -119,7 +119,8 @@ def _about(runs: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
 def _notes(arms: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
     """Return notes on prefixes that were scored, runs without a score, repeated runs, and unequal
     seeds."""
-    notes, prefixes = [], {}
+    notes = []
+    prefixes = {}
     for row in arms["row"]:
         prefixes |= row.get("capped") or {}
     if prefixes:

@@ -111,7 +111,8 @@ def findings_at_sizes(plan: Plan, *, text: torch.Tensor | None = None) -> Iterat
     """Yield the outcome of promises that depend on sizes, in a narrow network at the plan's span
     and batch sizes."""
     checked = contract_plan(plan, device_kind(plan.runtime))
-    e, b = plan.eval, plan.batch
+    e = plan.eval
+    b = plan.batch
     third = e.segment // 3
     # as at the end of a split: shorter than the others, and odd if possible
     last_segment = max(1, e.segment - third)

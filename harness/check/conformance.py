@@ -35,7 +35,9 @@ Weights = list[dict[str, Tensor]]  # parameters by name, for the first segment a
 def named_kind(device: str) -> str:
     """Return the kind of device that a ``runtime.device`` names. For ``auto`` it is ``cpu``, where
     the contract is checked."""
-    return "cpu" if device == "auto" else device.partition(":")[0]
+    if device == "auto":
+        return "cpu"
+    return device.partition(":")[0]
 
 
 def findings(plan: Plan) -> list[Finding]:
@@ -82,7 +84,9 @@ def needed_at_most_executed(plan: Plan) -> Verdict:
     """Check that the needed FLOPs of training, as declared, are at most the executed ones, with
     and without a past."""
     torch.manual_seed(0)
-    model, segment, lines = plan.make_model().train(), 2 * plan.model.span, []
+    model = plan.make_model().train()
+    segment = 2 * plan.model.span
+    lines = []
     if undeclared := model.flops_estimated_3x():
         return f"not declared by {', '.join(undeclared)}"
     tokens = torch.randint(plan.data["vocabulary"], (2, segment))
@@ -90,10 +94,8 @@ def needed_at_most_executed(plan: Plan) -> Verdict:
         step = count_flops(
             lambda state=state: model(tokens, state).logits.sum().backward(), gradients=True
         )
-        needed, executed = (
-            model.needed_flops(segment, carried=carried).training,
-            step.total / tokens.numel(),
-        )
+        needed = model.needed_flops(segment, carried=carried).training
+        executed = step.total / tokens.numel()
         lines.append(
             f"train, {carried} bytes carried: {needed:,.0f} needed, {executed:,.0f} executed per "
             "byte"
@@ -121,7 +123,8 @@ def check_choices(plan: Plan) -> Verdict:
     ``model.span`` changes nothing if it is not declared. Refused choices and sublayers without a
     past are not checked."""
     subject = Subject(plan.make_model, plan.model.span, plan.data["vocabulary"])
-    model, compared = subject.build(), []
+    model = subject.build()
+    compared = []
     honours = {
         name: s.honours for name, s in model.sublayers() if s.honours is not None and s.reach() != 0
     }
@@ -134,7 +137,8 @@ def check_choices(plan: Plan) -> Verdict:
     ]
     baseline = _outputs(model, weights, x, honours)
     for key, choice, alternatives in _choices(plan):
-        choices, changed = [str(choice).lower()], set()
+        choices = [str(choice).lower()]
+        changed = set()
         for alternative, changed_plan in alternatives.items():
             if (changed_model := _build(changed_plan)) is None:
                 continue
@@ -167,7 +171,8 @@ def check_choices(plan: Plan) -> Verdict:
 def _choices(plan: Plan) -> Iterator[tuple[str, object, dict[object, Plan]]]:
     """Yield each key that is a choice, the plan's value of it, and plans that differ in this key
     only, by value."""
-    model, span = plan.model, plan.model.span
+    model = plan.model
+    span = plan.model.span
 
     def plans(key: str, *values: object) -> dict[object, Plan]:
         return {value: replace(plan, model=replace(model, **{key: value})) for value in values}
@@ -196,7 +201,8 @@ def _outputs(model: LanguageModel, weights: Weights, x: Tensor, names: Collectio
     """Return outputs ``[B, T, D]`` of the sublayers with these names, each with the input ``x``.
     Where shapes differ, only the common part of a parameter is loaded: a table may have a row for
     each visible key."""
-    states, parts = dict.fromkeys(names), []
+    states = dict.fromkeys(names)
+    parts = []
     start = torch.zeros(len(x), dtype=torch.int64)
     for loaded, segment in zip(weights, x.chunk(2, dim=1), strict=True):
         for name, parameter in model.named_parameters():
@@ -209,6 +215,7 @@ def _outputs(model: LanguageModel, weights: Weights, x: Tensor, names: Collectio
         outputs = {
             name: s(segment, states[name], start) for name, s in model.sublayers() if name in names
         }
-        states, start = {name: out.state for name, out in outputs.items()}, start + segment.shape[1]
+        states = {name: out.state for name, out in outputs.items()}
+        start = start + segment.shape[1]
         parts.append({name: out.y for name, out in outputs.items()})
     return {name: torch.cat([part[name] for part in parts], dim=1) for name in names}

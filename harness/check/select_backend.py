@@ -59,7 +59,8 @@ def select(plan: Plan, runtime: Runtime) -> dict | None:
     """Return the ``backend`` that agrees with plain PyTorch on the device, and the ``errors`` of
     all compared backends. None if no backend can be compared; ``Trainer`` then raises ValueError
     unless ``runtime.backend`` can run."""
-    requested, errors = plan.runtime.backend, {}
+    requested = plan.runtime.backend
+    errors = {}
     offered, small = candidates(plan, runtime)
     if not offered or requested not in ("auto", *offered):
         return None
@@ -67,7 +68,8 @@ def select(plan: Plan, runtime: Runtime) -> dict | None:
         try:
             passed, errors[backend] = _compare_in_worker(backend, small, runtime)
         except (WorkerError, ValueError) as error:
-            passed, errors[backend] = False, first_line(error)[:300]
+            passed = False
+            errors[backend] = first_line(error)[:300]
         if passed:
             return {"backend": backend, "errors": errors}
         if requested != "auto":
@@ -137,7 +139,8 @@ def _comparison(
     config: dict, trust: Sequence[str], settings: RuntimeSettings
 ) -> Callable[[], tuple[bool, str]]:
     """Return ``agreement`` with its arguments; a worker process makes and calls it."""
-    runtime, plan = configure_torch(settings), plan_run(literal(config), trusted=tuple(trust))
+    runtime = configure_torch(settings)
+    plan = plan_run(literal(config), trusted=tuple(trust))
     return partial(agreement, dataclasses.replace(plan, runtime=settings), runtime)
 
 

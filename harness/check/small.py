@@ -81,7 +81,9 @@ def reduce_depth(plan: Plan, *, sublayers: Collection[str], max_span: int) -> Pl
 def contract_plan(plan: Plan, device_kind: str) -> Plan:
     """Return the plan on which the contract is checked. If the run's device is no CPU, it is in
     plain PyTorch on a CPU."""
-    return plan if device_kind == "cpu" else replan(plan, runtime=ON_CPU)
+    if device_kind == "cpu":
+        return plan
+    return replan(plan, runtime=ON_CPU)
 
 
 def _first_runnable(
@@ -89,7 +91,8 @@ def _first_runnable(
 ) -> Plan:
     """Return the plan at the first combination of span, layers and width with which a model runs,
     else at the last one. ``model`` has keys of the section ``model`` that override these sizes."""
-    heads, d_model = plan.model.heads, plan.model.d_model
+    heads = plan.model.heads
+    d_model = plan.model.d_model
     widths = [(HEADS, HEADS * HEAD_WIDTH), (heads, heads * HEAD_WIDTH), (heads, d_model)]
     for span, layers, (heads, d_model) in itertools.product(spans, layer_lists, widths):
         variant = {

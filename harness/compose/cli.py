@@ -117,7 +117,9 @@ def exit_code(errors: Sequence[Exception]) -> int:
         getattr(error, "code", None) or failures.exit_code(error, mistakes=MISTAKES)
         for error in errors
     }
-    return failures.BUG if failures.BUG in codes else max(codes, default=0)
+    if failures.BUG in codes:
+        return failures.BUG
+    return max(codes, default=0)
 
 
 def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
@@ -147,16 +149,19 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
 
 def to_job_failed(error: Exception) -> JobFailed:
     """Return the ``JobFailed`` for the error of a sweep's job."""
-    code, name = exit_code([error]), type(error).__name__
+    code = exit_code([error])
+    name = type(error).__name__
     message = f"{name}: {first_line(error)}" if code == failures.BUG else explain(error) or name
     failed = JobFailed(message)
-    failed.code, failed.already_printed = code, getattr(error, "already_printed", None)
+    failed.code = code
+    failed.already_printed = getattr(error, "already_printed", None)
     return failed
 
 
 def command_of_run() -> str:
     """Return the command line that repeats this run alone, also if the run is a job of a sweep."""
-    hydra, launch = HydraConfig.get(), read_launch()
+    hydra = HydraConfig.get()
+    launch = read_launch()
     is_checkout = (source.ROOT / "pyproject.toml").exists()
     script = ("python", "train.py") if is_checkout else ("windtunnel", "train")
     if hydra.mode != RunMode.MULTIRUN:
@@ -179,7 +184,9 @@ def explain(error: Exception) -> str:
     """Return one message that names the key, the value and what is allowed, if the error has them.
     A long message is shortened in the middle."""
     message = _explain(error)
-    return message if len(message) <= 4000 else f"{message[:3000]} [..] {message[-1000:]}"
+    if len(message) <= 4000:
+        return message
+    return f"{message[:3000]} [..] {message[-1000:]}"
 
 
 def _explain(error: Exception) -> str:

@@ -33,7 +33,8 @@ class JobCallback(Callback):
         exits."""
         if job_return.status != JobStatus.FAILED:
             return
-        error, is_sweep = job_return._return_value, config.hydra.mode == RunMode.MULTIRUN
+        error = job_return._return_value
+        is_sweep = config.hydra.mode == RunMode.MULTIRUN
         print_error(error, job=task_words(config.hydra) if is_sweep else ())
         if not is_sweep:
             sys.exit(exit_code([error]))
@@ -109,4 +110,6 @@ def _outcome(job_return: JobReturn) -> str:
     if job_return.status == JobStatus.FAILED:
         return f"failed, {job_return._return_value}".partition("\n")[0]
     score = job_return._return_value
-    return "not finite" if score is None else f"{score:.4f} bits per byte on valid"
+    if score is None:
+        return "not finite"
+    return f"{score:.4f} bits per byte on valid"

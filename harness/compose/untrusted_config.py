@@ -33,7 +33,8 @@ class FileConfigSource(file_config_source.FileConfigSource):
     name of a file of the project."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        loaded, name = super().load_config(config_path), self._normalize_file_name(config_path)
+        loaded = super().load_config(config_path)
+        name = self._normalize_file_name(config_path)
         file = Path(self.path, name).resolve()
         if not file.is_relative_to(CONF):
             check_user_file(loaded, name=name, file=file)

@@ -85,7 +85,8 @@ def forward_flops_per_byte(
     of S bytes needs at most S bytes and three more segments. Training modes and random generators
     are restored. The caller enters the run's autocast, if any, because it makes the state
     smaller."""
-    device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
 
     def tokens() -> Tensor:
         nonlocal n_drawn
@@ -100,10 +101,15 @@ def forward_flops_per_byte(
         for segment_tokens in inputs:
             state = model(segment_tokens, state).state
 
-    state, shapes, unchanged, n_read, n_drawn = None, None, 0, 0, 0
+    state = None
+    shapes = None
+    unchanged = 0
+    n_read = 0
+    n_drawn = 0
     with torch.no_grad(), _evaluation_mode(model, device):
         while unchanged < 2 and n_read < max_bytes:
-            state, previous_shapes = model(tokens(), state).state, shapes
+            state = model(tokens(), state).state
+            previous_shapes = shapes
             shapes = [tensor.shape for tensor in tensors_of(state)]
             unchanged = unchanged + 1 if shapes == previous_shapes else 0
             n_read += segment
@@ -139,7 +145,9 @@ class _Counter(TorchDispatchMode):
         from torch.utils.flop_counter import flop_registry  # imported late, because it takes time
 
         super().__init__()
-        self.torch_formulas, self.total, self.unknown = flop_registry, 0, Counter()
+        self.torch_formulas = flop_registry
+        self.total = 0
+        self.unknown = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -223,7 +231,9 @@ def _scan(a: Arguments) -> int:
     """Return a running sum, product, minimum or maximum: one operation for each element but the
     first along the dimension."""
     n_elements, size = _elements(a)
-    return n_elements - n_elements // size if n_elements else 0
+    if n_elements:
+        return n_elements - n_elements // size
+    return 0
 
 
 def _layer_products(weights: Sequence[str], a: Arguments) -> int:

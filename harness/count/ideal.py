@@ -26,7 +26,8 @@ def compare_ideal(
     default twice ``span``. ``text`` is that of ``forward_flops_per_byte``. A kernel multiplies
     whole vectors, which a short block of keys hardly fills, so the lower bound is half of what it
     or plain PyTorch executes, whichever is less."""
-    segment, sublayers = segment or 2 * span, dict(model.eval().sublayers())
+    segment = segment or 2 * span
+    sublayers = dict(model.eval().sublayers())
     # in the longest period
     n_segments = -(-max((s.period for s in sublayers.values()), default=1) // segment)
     # of the counted segments, which are the last ones

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from variants.contract import State
 
-STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def tensors_of(tree: object) -> list[Tensor]:
@@ -121,4 +122,6 @@ def high_water_bytes() -> int:
         return int(mark[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # macOS counts bytes, other systems KiB
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "darwin":
+        return peak
+    return peak * 1024

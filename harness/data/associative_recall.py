@@ -17,7 +17,8 @@ import numpy as np
 
 from harness.hashing import integer_hash
 
-DIGITS, BYTES_PER_KEY = 8, 8
+DIGITS = 8
+BYTES_PER_KEY = 8
 LETTERS = np.frombuffer((ascii_letters[26:] + ascii_letters[:26]).encode(), np.uint8)
 """The keys: A to Z, then a to z."""
 

@@ -46,11 +46,13 @@ def order_bits(train: np.ndarray, content: np.ndarray) -> dict[str, float]:
     ``train`` is too short or too long. Both arrays are uint8 ``[n]``."""
     if not max(ORDERS) < len(train) <= MAX_TRAIN_BYTES:
         return {}
-    probability, bits = np.full(len(content), 1 / 256), {}
+    probability = np.full(len(content), 1 / 256)
+    bits = {}
     for order in range(max(ORDERS) + 1):
         keys, counts = np.unique(grams(train, order + 1), return_counts=True)
         contexts, first = np.unique(keys >> np.uint64(8), return_index=True)
-        context_counts, followers = np.add.reduceat(counts, first), np.diff(first, append=len(keys))
+        context_counts = np.add.reduceat(counts, first)
+        followers = np.diff(first, append=len(keys))
         scored = grams(content, order + 1)
         scored_contexts = scored >> np.uint64(8)
         n_context = look_up(scored_contexts, contexts, context_counts)

@@ -59,7 +59,9 @@ class Corpus:
         tokens = self.splits[split]
         if split == "valid":
             tokens = tokens[: len(tokens) - len(self.selection_part(selection_bytes))]
-        return tokens[:limit] if limit is None else tokens[: self._whole(limit)]
+        if limit is None:
+            return tokens[:limit]
+        return tokens[: self._whole(limit)]
 
     def selection_part(self, selection_bytes: int | None) -> Tensor:
         """Return the last ``selection_bytes`` of valid, at most half of it (None: half), which
@@ -93,7 +95,9 @@ class Corpus:
         """Return the lowest expected bits per byte of a causal model on the targets of a part; None
         if unknown."""
         floor = self.generated.floor_bits
-        return floor(self._bytes(part), **self.options) if floor else None
+        if floor:
+            return floor(self._bytes(part), **self.options)
+        return None
 
     def _bytes(self, part: Tensor) -> np.ndarray:
         """Return the bytes of token ids."""
@@ -159,7 +163,8 @@ def load(
                 f"data.first_bytes={first_bytes}: allowed are at most the {len(content)} bytes of "
                 f"{name}"
             )
-        content, name = content[:first_bytes], f"{name}, first {first_bytes:,} bytes"
+        content = content[:first_bytes]
+        name = f"{name}, first {first_bytes:,} bytes"
     content_sha256 = digest(content)
     name = next(
         (published for published, corpus in PUBLISHED.items() if corpus.sha256 == content_sha256),
@@ -258,7 +263,8 @@ def _to_token_ids(
     """Return the parts as token ids, and the byte of each token id. With a vocabulary of 256, a
     token id is the byte itself; with a smaller one, token ids number the different bytes of the
     corpus in order."""
-    symbols, dropped = bytes(range(256)), b"\n" if drop_newlines else b""
+    symbols = bytes(range(256))
+    dropped = b"\n" if drop_newlines else b""
     if vocabulary < 256:
         symbols = bytes(byte for byte in np.unique(content).tolist() if byte not in dropped)
         if len(symbols) > vocabulary:

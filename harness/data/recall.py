@@ -20,8 +20,10 @@ import numpy as np
 
 from harness.data.skills import draw
 
-LETTERS, LETTER_BITS = 16, 4
-CAPITAL_A, LOWER_A = ord("A"), ord("a")
+LETTERS = 16
+LETTER_BITS = 4
+CAPITAL_A = ord("A")
+LOWER_A = ord("a")
 DISTANCES = (23, 47, 71, 95)
 
 

@@ -17,8 +17,10 @@ class Sequences:
     and epoch."""
 
     def __init__(self, split: Tensor, *, streams: int, sequence: int, seed: int):
-        self.sequences, self.segment = split.view(-1, sequence), sequence
-        self.streams, self.seed = streams, seed
+        self.sequences = split.view(-1, sequence)
+        self.segment = sequence
+        self.streams = streams
+        self.seed = seed
         self.bytes_per_step = streams * sequence
 
     def carried_bytes(self, step: int) -> int:
@@ -28,7 +30,8 @@ class Sequences:
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a step, counted from 0, for a shard's sequences: int64 ``[B,
         T]`` each."""
-        n, rows = len(self.sequences), []
+        n = len(self.sequences)
+        rows = []
         for index in range(self.streams)[shard_slice(self.streams, shard)]:
             epoch, position = divmod(step * self.streams + index, n)
             rows.append(int(permutation(self.seed, epoch, n)[position]))

@@ -23,13 +23,17 @@ import numpy as np
 
 from harness.hashing import integer_hash
 
-KEYS, DIGITS, PAIRS = 8, 8, 128
+KEYS = 8
+DIGITS = 8
+PAIRS = 128
 """Numbers of different keys and digits of multi_query_recall, and mean number of pairs in a
 line."""
 DISTANCES = (8, 32, 128)
 """Answers of multi_query_recall are grouped by the bytes since their key last occurred, up to
 each of these bounds."""
-BODY, SYMBOLS, BYTES_PER_CAPITAL = 64, 16, 4
+BODY = 64
+SYMBOLS = 16
+BYTES_PER_CAPITAL = 4
 """Sizes of selective_copying: bytes before the copy, number of different capitals, mean number
 of bytes per capital."""
 WORD_LENGTHS = (2, 4, 8, 16)
@@ -44,7 +48,8 @@ def draw(seed: int, n: int, choices: int) -> np.ndarray:
 
 def multi_query_recall(n_bytes: int, seed: int) -> bytes:
     pairs = -(-n_bytes // 2)
-    letters, is_new = draw(3 * seed, pairs, KEYS), draw(3 * seed + 1, pairs, PAIRS) == 0
+    letters = draw(3 * seed, pairs, KEYS)
+    is_new = draw(3 * seed + 1, pairs, PAIRS) == 0
     digits = draw(3 * seed + 2, (is_new.sum() + 1) * KEYS, DIGITS)[
         np.cumsum(is_new) * KEYS + letters
     ]
@@ -70,7 +75,8 @@ def state_tracking(n_bytes: int, seed: int) -> bytes:
     steps = draw(2 * seed + 1, words * max(WORD_LENGTHS), 5).tolist()
     stream = bytearray()
     for word, length_index in enumerate(length_indices.tolist()):
-        order, start = bytearray(b"abcde"), word * max(WORD_LENGTHS)
+        order = bytearray(b"abcde")
+        start = word * max(WORD_LENGTHS)
         stream.append(ord("A") + length_index)
         for step in steps[start : start + WORD_LENGTHS[length_index]]:
             if step:
@@ -101,7 +107,8 @@ def recall_answers(part: np.ndarray) -> dict[str, np.ndarray]:
 def _distance_of_keys(part: np.ndarray) -> np.ndarray:
     """Return for each digit the bytes since its key last occurred in the line, or 0: int ``[n]``; 0
     for other bytes."""
-    distance, line = np.zeros(len(part), int), np.cumsum(part == ord("\n"))
+    distance = np.zeros(len(part), int)
+    line = np.cumsum(part == ord("\n"))
     for key in range(KEYS):
         positions = np.flatnonzero(part[:-1] == ord("A") + key)
         distance[positions[1:] + 1] = np.diff(positions) * (np.diff(line[positions]) == 0)

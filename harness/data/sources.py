@@ -131,7 +131,8 @@ def read_published(name: str, path: str | None) -> np.ndarray:
     """Return the bytes of a published corpus from a file, or if ``path`` is None, from the cache or
     the author's site. ValueError names ``data.path`` if the bytes are not those of the corpus;
     OSError if it cannot be downloaded."""
-    corpus, download_name = PUBLISHED[name], PUBLISHED[name].part_of or name
+    corpus = PUBLISHED[name]
+    download_name = PUBLISHED[name].part_of or name
     remedy = "data=file reads any file" if path else "remove it, and it will be downloaded again"
     path = path or str(fetch(download_name))
     content = read_path(path)
@@ -282,7 +283,8 @@ def fetch(name: str) -> Path:
     """Return the path of ``enwik8`` or ``text8`` in the user's cache, downloaded first if it is
     missing. Of several processes, one downloads. OSError if the corpus cannot be downloaded, or if
     its bytes are not the expected ones."""
-    corpus, target = PUBLISHED[name], cache_folder() / name
+    corpus = PUBLISHED[name]
+    target = cache_folder() / name
     if target.is_file():
         return target
     with file_lock(target):
@@ -339,7 +341,8 @@ def _fetch_rest(url: str, part: Path) -> bool:
     except http.client.HTTPException as error:
         raise OSError(f"{url}: {error!r} is not the response of a web server") from error
     with response:
-        resumed, content_range = response.status == 206, response.headers.get("Content-Range", "")
+        resumed = response.status == 206
+        content_range = response.headers.get("Content-Range", "")
         if resumed and not content_range.startswith(f"bytes {size}-"):
             raise OSError(
                 f"{url}: the request was for bytes from {size}, the response has {content_range}"

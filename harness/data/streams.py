@@ -17,7 +17,8 @@ from harness.hashing import integer_hash
 Shard = tuple[int, int]
 UNSHARDED: Shard = (0, 1)
 # first key of the hash, so that offsets of rings and of windows are independent
-_RING, _WINDOW = 1, 2
+_RING = 1
+_WINDOW = 2
 _ORDER = 5  # harness/loop/scoring.py has 3 and 4
 
 Segment = tuple[Tensor, Tensor, Tensor]
@@ -30,7 +31,8 @@ class Batches:
     ``make(position)``."""
 
     def __init__(self, make: Callable[[int], Segment], positions: range):
-        self._make, self._positions = make, positions
+        self._make = make
+        self._positions = positions
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -59,16 +61,15 @@ class Streams:
         carry: bool = True,
         order: str = "random",
     ):
-        self.split, self.streams, self.segment, self.seed, self.carry = (
-            split,
-            streams,
-            segment,
-            seed,
-            carry,
-        )
+        self.split = split
+        self.streams = streams
+        self.segment = segment
+        self.seed = seed
+        self.carry = carry
         self.order = order
         self.stream_bytes = len(split) // streams if carry else len(split)
-        self.steps_per_epoch, self.bytes_per_step = self.stream_bytes // segment, streams * segment
+        self.steps_per_epoch = self.stream_bytes // segment
+        self.bytes_per_step = streams * segment
         if self.stream_bytes <= segment:
             needed = (segment + 1) * (streams if carry else 1)
             raise ValueError(
@@ -80,7 +81,9 @@ class Streams:
     def carried_bytes(self, step: int) -> int:
         """Return the bytes of each stream that its carried state has read before this step; 0 if it
         starts without state."""
-        return step % self.steps_per_epoch * self.segment if self.carry else 0
+        if self.carry:
+            return step % self.steps_per_epoch * self.segment
+        return 0
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a step, counted from 0, for the streams of ``shard``: int64
@@ -158,9 +161,11 @@ def segments(
     read with carried state. The mask is false for the ``context`` (``round_context``) of all
     streams but the first, and after a stream's end."""
     ranges = torch.tensor(score_ranges(len(split) - 1, streams, context=context))
-    first, end = ranges[:, :1], ranges[:, 1:]
+    first = ranges[:, :1]
+    end = ranges[:, 1:]
     start = (first - context).clamp(min=0)
-    length, rows = int((end - start).max()), shard_slice(streams, shard)
+    length = int((end - start).max())
+    rows = shard_slice(streams, shard)
     return _read_segments(
         split, start[rows], length=length, segment=segment, scored=(first[rows], end[rows])
     )
@@ -174,7 +179,9 @@ def sample_layout(pairs: int, *, streams: int, segment: int, context: int) -> tu
     rounded = -(-context // segment) * segment
     n_streams = max(1, min(streams, pairs // (2 * rounded)))
     unscored = min(rounded, pairs // n_streams // 2 // segment * segment)
-    return (n_streams, unscored) if unscored else (min(streams, pairs), 0)
+    if unscored:
+        return (n_streams, unscored)
+    return (min(streams, pairs), 0)
 
 
 def samples(
@@ -232,7 +239,8 @@ def windows(
     n_pairs = len(split) - 1
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)
     batch = min(batch, n_windows)
-    batch_starts, columns = range(0, n_windows, batch), torch.arange(window)
+    batch_starts = range(0, n_windows, batch)
+    columns = torch.arange(window)
 
     def read(first_window: int) -> Segment:
         # [b, 1]; some may be past the last window

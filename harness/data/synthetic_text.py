@@ -42,7 +42,8 @@ GAPS += ["&nbsp;", " &quot;", "&quot; ", " &lt;br&gt;", "</text>\n<text xml:spac
 # of ``FORMS`` words, one is a number of one to four digits, and one begins with a capital
 FORMS = 16
 # first key of the hash, so that the draws of lexicon and text are independent
-_LEXICON, _TEXT = 1, 2
+_LEXICON = 1
+_TEXT = 2
 
 
 def synthetic_text(n_bytes: int = 1_000_000, *, seed: int = 0) -> np.ndarray:
@@ -63,7 +64,8 @@ def synthetic_text(n_bytes: int = 1_000_000, *, seed: int = 0) -> np.ndarray:
             np.int64
         )
 
-    octave, form = 1 << draw(0, OCTAVES), draw(1, FORMS)
+    octave = 1 << draw(0, OCTAVES)
+    form = draw(1, FORMS)
     # Indices into pieces of a word, of the number that may replace it, and of the gap after it.
     word = octave - 1 + draw(2, octave) + len(words) * (form == 1)
     number = 2 * len(words) + draw(3, 10 ** (1 + draw(4, 4)))
@@ -77,7 +79,8 @@ def synthetic_text(n_bytes: int = 1_000_000, *, seed: int = 0) -> np.ndarray:
 def _lexicon() -> list[bytes]:
     """Return words by rank. Common words have fewer syllables. A sound's index is the smaller of
     two draws, so that the first sounds of a list are the likeliest."""
-    ranks, sound_lists = np.arange(1, 2**OCTAVES), (ONSETS, NUCLEI, CODAS)
+    ranks = np.arange(1, 2**OCTAVES)
+    sound_lists = (ONSETS, NUCLEI, CODAS)
     keys = np.ix_(ranks, range(1 + OCTAVES // 5), range(len(sound_lists)), range(2))
     drawn = integer_hash(_LEXICON, *keys).tolist()  # [rank][syllable][sound list][two draws]
     words = []

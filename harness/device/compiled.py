@@ -21,7 +21,9 @@ class Compiled:
     other memory layout would need a graph of its own."""
 
     def __init__(self, model: nn.Module):
-        self.model, self.graphs, self.fully_compiled = model, torch.compile(model), True
+        self.model = model
+        self.graphs = torch.compile(model)
+        self.fully_compiled = True
 
     def __call__(self, tokens: Tensor, state: object = None, *, collect_stats: bool = False):
         scoring = not torch.is_grad_enabled()
@@ -60,11 +62,9 @@ class Compiled:
 
 def _contiguous_copy(x: Tensor) -> Tensor:
     """Return ``x``, copied if it is a view of another tensor or not contiguous."""
-    return (
-        x.clone(memory_format=torch.contiguous_format)
-        if x._is_view() or not x.is_contiguous()
-        else x
-    )
+    if x._is_view() or not x.is_contiguous():
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 @contextlib.contextmanager

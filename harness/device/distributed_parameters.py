@@ -47,9 +47,12 @@ class DistributedParameters:
         self._model = model
         self._processes = processes
         if shard == "full":
-            sizes, dimensions, options = (processes.world_size,), None, {}
+            sizes = (processes.world_size,)
+            dimensions = None
+            options = {}
         else:
-            sizes, dimensions = (processes.world_size, 1), ("replicas", "shards")
+            sizes = (processes.world_size, 1)
+            dimensions = ("replicas", "shards")
             options = {"reshard_after_forward": False}
         with libraries_on_stderr():
             device = self.local_parameters[0].device.type
@@ -121,11 +124,9 @@ class DistributedParameters:
         """Return the ``DTensor`` of a tensor of the shape of the parameter's shard, and any
         other tensor unchanged."""
         dtensor = self.dtensors.get(parameter)
-        return (
-            shard
-            if dtensor is None or shard.shape != parameter.shape
-            else _from_shard(shard, dtensor)
-        )
+        if dtensor is None or shard.shape != parameter.shape:
+            return shard
+        return _from_shard(shard, dtensor)
 
     def reduce_shards(self, tensor: Tensor, *, operation: str = "sum") -> Tensor:
         """Return the sum (or ``max``) of all processes' tensors if parameters are sharded, else
@@ -152,7 +153,8 @@ def distribute_like(reference: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _from_shard(shard: Tensor, like: DTensor) -> DTensor:
-    mesh, placements = like.device_mesh, like.placements
+    mesh = like.device_mesh
+    placements = like.placements
     return DTensor.from_local(
         shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )

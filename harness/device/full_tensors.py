@@ -18,6 +18,8 @@ def full_tensors(tree: object, *, keep: bool = True) -> object:
         if not is_dtensor(leaf):
             return leaf
         tensor = leaf.full_tensor().cpu()
-        return tensor if keep else None
+        if keep:
+            return tensor
+        return None
 
     return tree_map(full, tree)

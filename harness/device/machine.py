@@ -34,7 +34,10 @@ NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
 CPU_MODEL_KEYS = {"cpu family": "family", "model": "model", "stepping": "stepping"}
 CPU_MODEL_KEYS |= {"CPU implementer": "implementer", "CPU part": "part"}  # on ARM
 GRAPH_FOLDER_PREFIX = "windtunnel-"
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # as glibc's <malloc.h> has them
+# as glibc's <malloc.h> has them
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
+_MMAP_MAX = -4
 ALLOCATORS = {
     "keep": {_MMAP_MAX: 0, _TRIM_THRESHOLD: -1},
     "return": {_MMAP_MAX: 2**16, _MMAP_THRESHOLD: 2**16, _TRIM_THRESHOLD: 2**16},
@@ -59,7 +62,9 @@ def cpu_name() -> str:
     numbers = " ".join(
         f"{label} {fields[key]}" for key, label in CPU_MODEL_KEYS.items() if key in fields
     )
-    return f"{name} ({numbers})" if numbers else name
+    if numbers:
+        return f"{name} ({numbers})"
+    return name
 
 
 def versions(**more: object) -> dict[str, str]:
@@ -103,7 +108,9 @@ def missing_for_compile() -> str | None:
         return "triton"
     if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++")))):
         return "a C++ compiler"
-    return None if Path(sysconfig.get_path("include"), "Python.h").is_file() else "Python.h"
+    if Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return None
+    return "Python.h"
 
 
 def set_graph_folder() -> None:
@@ -130,7 +137,8 @@ def set_allocator(setting: str) -> str | None:
     loses up to a third of its time. ``keep`` never returns memory: it is fast, and the peak
     includes gaps between blocks. ``return`` returns each block of 64 KiB or more: it is slow,
     and the peak is close to the memory in use."""
-    library, variables = ctypes.CDLL(None), os.environ
+    library = ctypes.CDLL(None)
+    variables = os.environ
     tuned = any(name.startswith("MALLOC_") for name in variables) or "malloc" in variables.get(
         "LD_PRELOAD", ""
     )

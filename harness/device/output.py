@@ -12,7 +12,8 @@ class Output:
     terminal was closed, or a disk is full. ``lost`` is then true."""
 
     def __init__(self, stream: TextIO):
-        self._stream, self.lost = stream, False
+        self._stream = stream
+        self.lost = False
 
     def write(self, text: str) -> int:
         with self._contain_errors():

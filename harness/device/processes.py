@@ -182,12 +182,11 @@ class ProcessGroup(Launch):
 
     def _sparse_mean(self, parameter: nn.Parameter) -> Tensor:
         """Return the mean of all processes' sparse gradients of a parameter."""
-        gradient, shape = parameter.grad, parameter.shape
+        gradient = parameter.grad
+        shape = parameter.shape
         if gradient is None:
-            rows, values = (
-                parameter.new_empty(1, 0, dtype=torch.int64),
-                parameter.new_empty(0, *shape[1:]),
-            )
+            rows = parameter.new_empty(1, 0, dtype=torch.int64)
+            values = parameter.new_empty(0, *shape[1:])
             gradient = torch.sparse_coo_tensor(rows, values, shape)
         assert gradient.is_sparse and gradient.sparse_dim() == 1, (
             "a sparse gradient must be sparse in its rows only"
@@ -251,4 +250,6 @@ def is_connection_failure(error: Exception) -> bool:
 def _gradient_layout(parameter: nn.Parameter) -> int:
     if parameter.grad is None:
         return NO_GRADIENT
-    return SPARSE if parameter.grad.is_sparse else DENSE
+    if parameter.grad.is_sparse:
+        return SPARSE
+    return DENSE

@@ -74,7 +74,8 @@ class Runtime:
 
     def describe(self) -> dict[str, object]:
         """Return the keys of a row that describe device, processes, versions and machine."""
-        on_gpu, cpu_name = self.device.type == "cuda", machine.cpu_name()
+        on_gpu = self.device.type == "cuda"
+        cpu_name = machine.cpu_name()
         gpu_versions = {}
         if on_gpu:
             gpu_versions["cudnn"] = torch.backends.cudnn.version()

@@ -47,7 +47,8 @@ def device_of(name: str) -> torch.device:
 def device_of_rank(name: str, processes: ProcessGroup) -> torch.device:
     """Return the device; of several processes, each has the GPU of its local rank. ValueError for
     too few GPUs, or for ``cuda:N``."""
-    device, needed = device_of(name), processes.local_world_size
+    device = device_of(name)
+    needed = processes.local_world_size
     if device.type == "cpu" or processes.world_size == 1:
         return device
     if device.index is not None:
@@ -72,7 +73,8 @@ def resolve_auto(settings: RuntimeSettings) -> RuntimeSettings:
     """Return the settings with ``auto`` resolved in ``precision`` and ``compile``. Precision
     becomes bfloat16 where it is native. A model is compiled on CUDA if the compiler is
     installed; if it is not, a line is printed."""
-    precision, compile = settings.precision, settings.compile
+    precision = settings.precision
+    compile = settings.compile
     if precision == "auto":
         precision = (
             "bfloat16" if machine.has_native_bfloat16(device_of(settings.device)) else "float32"

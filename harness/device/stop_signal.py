@@ -19,7 +19,9 @@ class StopSignal:
     ``shared_signal``, which ``Run.step`` sets in all."""
 
     def __init__(self, *, single_process: bool = True):
-        self.single_process, self._received, self.shared_signal = single_process, 0, 0
+        self.single_process = single_process
+        self._received = 0
+        self.shared_signal = 0
         self._stopped_by_user = False
         self._previous_handlers: dict[int, object] = {}
 

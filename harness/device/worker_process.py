@@ -17,7 +17,8 @@ from pathlib import Path
 from harness.failures import OutOfMemory, first_line, is_out_of_memory
 
 PRELOAD = ["torch", "torch._dynamo", "torch.utils.flop_counter", "harness.loop.prepare"]
-OUT_OF_MEMORY, FAILED = OutOfMemory.status, "failed"
+OUT_OF_MEMORY = OutOfMemory.status
+FAILED = "failed"
 
 
 class WorkerError(Exception):

@@ -102,7 +102,9 @@ def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGr
 
 def _label(plan: Plan) -> str | None:
     """Return the ``label`` of the run's display."""
-    return job_label(job_number()) if plan.sweeping else ""
+    if plan.sweeping:
+        return job_label(job_number())
+    return ""
 
 
 def make_plan(cfg: DictConfig) -> Plan:
@@ -162,7 +164,8 @@ def initialise(trainer: Trainer) -> dict:
     Learning rates, weight decays and clips are those of the present run. Returns
     ``Plan.pretrained``, and warns of another variant or corpus. ValueError names the keys that
     differ."""
-    path, processes = trainer.plan.init_from.run, trainer.runtime.processes
+    path = trainer.plan.init_from.run
+    processes = trainer.runtime.processes
     content, provenance = processes.on_main(
         lambda: _read_initial(user_path(path, key="init_from.run"))
     )
@@ -202,12 +205,11 @@ def _read_initial(path: Path) -> tuple[dict, dict]:
 
 
 def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
-    plan, optimizers = trainer.plan, trainer.optimizers
-    label, unit, restore = (
-        f"init_from.run={plan.init_from.run}",
-        plan.budget.unit,
-        plan.init_from.restore,
-    )
+    plan = trainer.plan
+    optimizers = trainer.optimizers
+    label = f"init_from.run={plan.init_from.run}"
+    unit = plan.budget.unit
+    restore = plan.init_from.restore
     everything = restore == "everything"
     if everything and content["spent"][unit] >= plan.budget.amount:
         raise ValueError(

@@ -60,7 +60,8 @@ def record_errors(
                 raise processes.process_lost(error) from error
             if not is_out_of_memory(error) or isinstance(error, OutOfMemory):
                 raise
-            b, reason = plan.batch, first_line(error)[:200] or type(error).__name__
+            b = plan.batch
+            reason = first_line(error)[:200] or type(error).__name__
             out_of_memory = OutOfMemory(
                 f"out of memory ({reason}). Lower batch.streams={b.streams}, "
                 f"batch.segment={b.segment} or model.span={plan.model.span}, raise "
@@ -87,12 +88,18 @@ class Run:
         display: Display,
         peak: PeakMemory | None = None,
     ):
-        self.plan, self.folder, self.trainer, self.command = plan, folder, trainer, command
+        self.plan = plan
+        self.folder = folder
+        self.trainer = trainer
+        self.command = command
         self.stop_signal = StopSignal(single_process=processes.world_size == 1)
-        self._processes, self._is_main = processes, processes.is_main
-        self._display, self._peak_meter = display, peak
+        self._processes = processes
+        self._is_main = processes.is_main
+        self._display = display
+        self._peak_meter = peak
         self._saved_at = self._printed_at = time.monotonic()
-        self._save_by_clock, self._steps_of_command = False, 0
+        self._save_by_clock = False
+        self._steps_of_command = 0
 
     def return_finished(self) -> float | None:
         """Print the scores of the run that an earlier command has finished, and return its bits
@@ -119,7 +126,8 @@ class Run:
     def open_record(self) -> Iterator[None]:
         """Context with an open record and W&B run, in which training continues from the newest
         checkpoint."""
-        plan, trainer = self.plan, self.trainer
+        plan = self.plan
+        trainer = self.trainer
         with ExitStack() as stack:
             stack.callback(self.folder.unlock)
             stack.callback(self._display.stop)
@@ -137,7 +145,9 @@ class Run:
 
     def _open_files(self, stack: ExitStack, origin: RunOrigin, is_resumed: bool) -> None:
         """Write the configuration, and open record and W&B run."""
-        plan, path, state = self.plan, self.folder.path, self.trainer.state
+        plan = self.plan
+        path = self.folder.path
+        state = self.trainer.state
         config = to_json(plan.config)  # turns integer keys, which are layers, into text
         write_atomically(path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
         self._record = Record(path, rows=state.rows, sha256=state.sha256)
@@ -150,7 +160,8 @@ class Run:
             self.append(Provenance(kind="provenance", **vars(origin), config=config))
 
     def _wandb_run(self, corpus: str, *, id: str | None) -> WandbRun:
-        plan, name = self.plan, self.folder.path.name
+        plan = self.plan
+        name = self.folder.path.name
         settings = vars(plan.record.wandb) | {
             "name": name,
             "tags": (*plan.record.wandb.tags, plan.variant, corpus),
@@ -201,7 +212,8 @@ class Run:
         waited = time.monotonic() - self._printed_at
         if not self._display.is_shown and waited >= self.plan.record.progress_seconds:
             self._printed_at = time.monotonic()
-            steps, fraction = self.plan.record.every_steps, self.trainer.fraction
+            steps = self.plan.record.every_steps
+            fraction = self.trainer.fraction
             spent = self.trainer.state.spent
             left = duration(spent.seconds * (1 - fraction) / max(fraction, 1e-9))
             self.print(
@@ -221,7 +233,8 @@ class Run:
         signals, saves_due = zip(
             *self._processes.all_gather((self.stop_signal.received_signal, save_due)), strict=True
         )
-        self.stop_signal.shared_signal, self._save_by_clock = max(signals), saves_due[0]
+        self.stop_signal.shared_signal = max(signals)
+        self._save_by_clock = saves_due[0]
         self._steps_of_command += 1
         self._display.advance(self.trainer.fraction)
         if self._steps_of_command == WARM_UP_STEPS:
@@ -230,7 +243,9 @@ class Run:
     def validation_due(self) -> bool:
         """Return whether another ``eval.every`` of the budget is spent, and enough bytes since the
         last validation."""
-        every, last, trainer = self.plan.eval.every, self.trainer.state.validated, self.trainer
+        every = self.plan.eval.every
+        last = self.trainer.state.validated
+        trainer = self.trainer
         if every <= 0 or trainer.finished:
             return False
         intervals, validated_intervals = (
@@ -246,7 +261,9 @@ class Run:
         """Score bytes of valid that no reported score includes, and save the weights if they are
         the best so far. All validations score as many pairs as the first, so that they are
         comparable."""
-        trainer, state, split = self.trainer, self.trainer.state, self.trainer.selection_split()
+        trainer = self.trainer
+        state = self.trainer.state
+        split = self.trainer.selection_split()
         max_pairs = min(len(split), self.plan.eval.bytes or math.inf) - 1
         trained_bytes = state.spent.bytes - state.validated.bytes
         size = state.validated.size or max(
@@ -324,7 +341,8 @@ class Run:
             }
             with self._processes.fail_together():
                 if self._is_main:
-                    step, keep = state.spent.steps, self.plan.checkpoint.keep
+                    step = state.spent.steps
+                    keep = self.plan.checkpoint.keep
                     checkpoint.save(self.folder.path, content, step=step, keep=keep)
         self._saved_at = time.monotonic()
 

@@ -42,7 +42,8 @@ def generate(network: LanguageModel, prompt: Tensor, *, n_symbols: int, **option
                 "state, so it cannot generate; allowed are mechanisms without that limit"
             )
     network.eval()
-    device, state = next(network.parameters()).device, None
+    device = next(network.parameters()).device
+    state = None
     segments = prompt[None].to(device).split(PROMPT_SEGMENT, dim=1)
     while True:
         for segment in segments:

@@ -36,7 +36,8 @@ MAX_BITS_BELOW_FLOOR = 40
 """Most bits by which a causal row's total may be below the corpus's floor. More has a
 probability of at most 2^-40."""
 # first keys of the hash, other than those of harness/data/streams.py
-_BATCH_KEY, _POSITION_KEY = 3, 4
+_BATCH_KEY = 3
+_POSITION_KEY = 4
 
 
 class Future(NamedTuple):
@@ -236,7 +237,8 @@ def score_context(
     ranges 1, 2, 3-4, ... Windows of ``longest`` pairs begin without state; segments of
     ``segment`` bytes are read with carried state."""
     longest = min(longest, len(split) - 1)
-    nats_sums, counts = torch.zeros(longest, dtype=torch.float64), torch.zeros(longest)
+    nats_sums = torch.zeros(longest, dtype=torch.float64)
+    counts = torch.zeros(longest)
     for inputs, targets, mask in windows(split, window=longest, stride=longest, batch=batch):
         pieces = zip(
             *(tensor.split(segment, dim=1) for tensor in (inputs, targets, mask)), strict=True
@@ -260,7 +262,10 @@ def _score(
 ) -> Score:
     """Return the score of all processes' streams or windows, in order. ``options`` are those of
     ``_predictions``."""
-    predicted, masks, stats, processes = [], [], {}, runtime.processes
+    predicted = []
+    masks = []
+    stats = {}
+    processes = runtime.processes
     predictions = _predictions(model, batches, runtime, carry=carry, **options)
     for nats, correct, mask, batch_stats in predictions:
         predicted.append(torch.stack([nats, correct], dim=-1))
@@ -306,10 +311,12 @@ class CausalityCheck:
         runtime: Runtime,
         first: int = 0,
     ):
-        self.seed, self.vocabulary = seed, vocabulary
+        self.seed = seed
+        self.vocabulary = vocabulary
         self.exact = runtime.device.type == "cpu" and torch.are_deterministic_algorithms_enabled()
         self.max_noise = MAX_NOISE_NATS[runtime.precision]
-        self.cuts, self.noise = 0, 0.0
+        self.cuts = 0
+        self.noise = 0.0
         self.changes = [torch.empty(0)]  # absolute changes of nats, other than 0
         scored = range(len(batches))[first:] or range(len(batches))
         passes = range(-(-cuts // rows))
@@ -332,10 +339,8 @@ class CausalityCheck:
             draws = integer_hash(_POSITION_KEY, self.seed, batch, row, range(len(places)))
             chosen = places[draws.argsort()[:passes].tolist()]
             positions[: len(chosen), row] = chosen
-        byte, other_bytes = (
-            torch.arange(inputs.shape[1]),
-            (inputs + self.vocabulary // 2) % self.vocabulary,
-        )
+        byte = torch.arange(inputs.shape[1])
+        other_bytes = (inputs + self.vocabulary // 2) % self.vocabulary
         for at in positions[..., None]:
             changes = (predict(torch.where(byte > at, other_bytes, inputs))[0] - nats).abs()[
                 byte <= at
@@ -365,7 +370,8 @@ def _predictions(
     statistics, of each batch; statistics from batch ``stats_from`` on. ``carry`` carries state from
     one batch to the next."""
     model.eval()
-    state, forward = None, runtime.forward(model)
+    state = None
+    forward = runtime.forward(model)
 
     def predict(targets: Tensor, collect_stats: bool, inputs: Tensor) -> tuple[Tensor, ModelOut]:
         inputs, targets = runtime.to_device(inputs, targets)

@@ -40,7 +40,9 @@ def train_step(
     distributed = optimizers.distributed if optimizers else None
     forward = forward or runtime.forward(model)
     model.train()
-    nats, loss, states = 0.0, 0.0, []
+    nats = 0.0
+    loss = 0.0
+    states = []
     microbatches = torch.arange(len(inputs), device=inputs.device).tensor_split(accumulate)
     for index, streams in enumerate(microbatches, start=1):
         if distributed:

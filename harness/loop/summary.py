@@ -124,10 +124,13 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
 
 def final_score(trainer: Trainer, name: str) -> Final:
     """Score the split ``name`` with the present weights."""
-    plan, corpus, split = trainer.plan, trainer.corpus, trainer.reported_split(name)
+    plan = trainer.plan
+    corpus = trainer.corpus
+    split = trainer.reported_split(name)
     stream_cuts, window_cuts = _cuts(trainer, len(split))
     score = trainer.evaluate(split, future_seed=plan.seed, cuts=stream_cuts)
-    scores, windows_bits = [score], ABSENT
+    scores = [score]
+    windows_bits = ABSENT
     if plan.eval.windows and not corpus.sequence:
         check = {"future_seed": plan.seed, "cuts": window_cuts}
         with trainer.whole_parameters():
@@ -159,7 +162,8 @@ def _cuts(trainer: Trainer, n_bytes: int) -> tuple[int, int]:
     """Return the number of cuts in the streams and in the windows of a final score of ``n_bytes``:
     ``CUTS`` together, or as many as ``CUTS_SHARE`` of the run's time allows, but at least
     ``MIN_CUTS``. The backward pass counts twice."""
-    e, splits = trainer.plan.eval, len(trainer.splits)
+    e = trainer.plan.eval
+    splits = len(trainer.splits)
     window_share = scoring.WINDOW_CUTS_SHARE if e.windows else 0.0
     bytes_per_cut = e.segment * (1 - window_share) + scoring.WINDOWS[1] * window_share
     run_bytes = 3 * trainer.state.spent.bytes + splits * n_bytes * (3 if e.windows else 1)

@@ -32,11 +32,15 @@ class Trainer:
     divide the work, or a split is too short to score."""
 
     def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
-        self.plan, self.corpus, self.runtime = plan, corpus, runtime
+        self.plan = plan
+        self.corpus = corpus
+        self.runtime = runtime
         seeds.seed(plan.seed)
-        b, processes = plan.batch, runtime.processes
+        b = plan.batch
+        processes = runtime.processes
         train = corpus.splits["train"]
-        self.sequence, common = corpus.sequence, {"streams": b.streams, "seed": plan.seed}
+        self.sequence = corpus.sequence
+        common = {"streams": b.streams, "seed": plan.seed}
         if self.sequence:
             self.stream = Sequences(train, sequence=self.sequence, **common)
         else:
@@ -89,7 +93,8 @@ class Trainer:
         """Make one step. While the device computes it, raise Diverged if the previous step was
         not finite."""
         began = time.perf_counter()
-        state, budget = self.state, self.plan.budget
+        state = self.state
+        budget = self.plan.budget
         index = state.spent.steps
         flops = self._step_flops(index)
         inputs, targets = self._batches_on_device.get(index) or self._send(index)
@@ -193,7 +198,8 @@ class Trainer:
         """Return the keys of a row that describe progress: bytes, steps, FLOPs and seconds of
         training so far."""
         self.wait()
-        spent, train_bytes = self.state.spent, len(self.corpus.splits["train"])
+        spent = self.state.spent
+        train_bytes = len(self.corpus.splits["train"])
         row = {"bytes_seen": spent.bytes, "step": spent.steps, "epochs": spent.bytes / train_bytes}
         row |= {} if self._budget_in_seconds else {"fraction": self.fraction}
         clock = {
@@ -251,12 +257,16 @@ class Trainer:
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Context in which parameters are complete, for reading."""
         distributed = self.optimizers.distributed
-        return distributed.unsharded() if distributed else nullcontext()
+        if distributed:
+            return distributed.unsharded()
+        return nullcontext()
 
     @property
     def splits(self) -> tuple[str, ...]:
         """Names of the splits that are scored at the end."""
-        return ("valid", "test") if self.plan.eval.test else ("valid",)
+        if self.plan.eval.test:
+            return ("valid", "test")
+        return ("valid",)
 
     def reported_split(self, split: str) -> Tensor:
         """Return the token ids of a split that are scored at the end."""
@@ -266,7 +276,8 @@ class Trainer:
     def selection_split(self) -> Tensor:
         """Return the token ids of valid that select the best weights. ValueError if there are
         fewer than two."""
-        selection_bytes, valid = self.plan.eval.selection_bytes, self.corpus.splits["valid"]
+        selection_bytes = self.plan.eval.selection_bytes
+        valid = self.corpus.splits["valid"]
         split = self.corpus.selection_part(selection_bytes)
         if len(split) < 2:
             raise ValueError(
@@ -278,7 +289,8 @@ class Trainer:
 
     def _check_division(self) -> None:
         """Raise ValueError if several processes cannot divide the work."""
-        b, n_processes = self.plan.batch, self.runtime.processes.world_size
+        b = self.plan.batch
+        n_processes = self.runtime.processes.world_size
         if b.streams % n_processes:
             allowed = f"allowed are multiples of {n_processes}"
             raise ValueError(f"batch.streams={b.streams}: with {n_processes} processes, {allowed}")
@@ -332,8 +344,6 @@ def backend_of(model: LanguageModel, runtime: Runtime, *, training: bool = True)
     name = "+".join(sorted(backends - {"plain"} or backends))
     if not runtime.compile:
         return name
-    return (
-        f"{name}, compiled"
-        if runtime.forward(model).fully_compiled
-        else f"{name}, compiled in part"
-    )
+    if runtime.forward(model).fully_compiled:
+        return f"{name}, compiled"
+    return f"{name}, compiled in part"

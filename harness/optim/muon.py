@@ -114,7 +114,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Update parameters with a full ``shape`` together. If ``is_sharded``, this process has
         some rows of each."""
-        lr, momentum = group["lr"], group["momentum"]
+        lr = group["lr"]
+        momentum = group["momentum"]
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -49,7 +49,10 @@ class Optimizers:
         self, groups: list[Group], *, lr: float, schedule: Schedule, clip: float | None = None
     ):
         self.groups = {group.name: group for group in groups}
-        self.lr, self.schedule, self.clip, self.steps = lr, schedule, clip, 0
+        self.lr = lr
+        self.schedule = schedule
+        self.clip = clip
+        self.steps = 0
         self.found_inf: Tensor | None = None
         self.distributed = None  # ``DistributedParameters`` if the run has several processes
         self.sharded_parameters = None  # the same, if parameters are sharded over them
@@ -83,10 +86,8 @@ class Optimizers:
                     self.lr * group.lr_scale * (factor if group.schedule == "run" else 1.0)
                 )
             if getattr(optimizer, "_step_supports_amp_scaling", False):
-                optimizer.found_inf, optimizer.sharded_parameters = (
-                    self.found_inf,
-                    self.sharded_parameters,
-                )
+                optimizer.found_inf = self.found_inf
+                optimizer.sharded_parameters = self.sharded_parameters
                 optimizer.step()
             elif finite or not self.found_inf.item():  # waits for the device
                 optimizer.step()
@@ -155,7 +156,8 @@ class Optimizers:
     def load_state_dict(self, state: dict) -> None:
         """Restore ``state_dict``; ValueError if its groups have other names."""
         if set(state["groups"]) != set(self.optimizers):
-            saved, current = sorted(state["groups"]), sorted(self.optimizers)
+            saved = sorted(state["groups"])
+            current = sorted(self.optimizers)
             raise ValueError(
                 f"the checkpoint has optimizer groups {saved}, but this run has {current}"
             )
@@ -184,9 +186,11 @@ class Optimizers:
     def describe(self) -> list[dict]:
         """Return for each group: its name, optimizer, peak learning rate, number of parameters,
         their fraction of all parameters, and for Muon the dtypes of its products."""
-        rows, total = [], sum(self._sizes.values())
+        rows = []
+        total = sum(self._sizes.values())
         for name, group in self.groups.items():
-            optimizer, size = self.optimizers[name], self._sizes[name]
+            optimizer = self.optimizers[name]
+            size = self._sizes[name]
             row = {
                 "name": name,
                 "optimizer": type(optimizer).__name__,

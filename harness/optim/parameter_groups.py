@@ -72,14 +72,17 @@ class Group:
     ) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor]]:
         """Return the dense gradients, and the values of the sparse ones, which are coalesced first
         so that no row occurs twice. ValueError if the optimizer cannot use a gradient's layout."""
-        dense, sparse = {}, {}
+        dense = {}
+        sparse = {}
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
             if parameter.grad.is_sparse:
-                layout, unsupported = "sparse", (torch.optim.Adam, torch.optim.Muon, Muon)
+                layout = "sparse"
+                unsupported = (torch.optim.Adam, torch.optim.Muon, Muon)
             else:
-                layout, unsupported = "dense", torch.optim.SparseAdam
+                layout = "dense"
+                unsupported = torch.optim.SparseAdam
             if isinstance(optimizer, unsupported):
                 raise ValueError(
                     f"{self.key}.optimizer={type(optimizer).__name__}: the gradient of {name} is "

@@ -204,7 +204,8 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
 def _check_sequence(plan: Plan) -> None:
     """Raise ValueError for settings that would cut sequences, or read them with state from before
     them."""
-    sequence, e = plan.data["sequence"], plan.eval
+    sequence = plan.data["sequence"]
+    e = plan.eval
     if sequence is None:
         return
     allowed = f"allowed with data.sequence={sequence} is"
@@ -232,7 +233,9 @@ def literal(config: dict) -> DictConfig:
             return {key: escape(child) for key, child in node.items()}
         if isinstance(node, list):
             return [escape(child) for child in node]
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", node) if isinstance(node, str) else node
+        if isinstance(node, str):
+            return re.sub(r"(\\*)\$\{", r"\1\1\\${", node)
+        return node
 
     return OmegaConf.create(escape(config))
 

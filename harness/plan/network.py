@@ -104,9 +104,11 @@ def _make_sublayer(factory: functools.partial, key: str, context: LayerContext) 
 def _check_supported(sublayer: Sublayer, context: LayerContext, *, key: str) -> None:
     """Raise ValueError if the sublayer does not support a setting of the run, because it would
     silently ignore it."""
-    supported, label = sublayer.honours, f"{key} ({type(sublayer).__name__})"
+    supported = sublayer.honours
+    label = f"{key} ({type(sublayer).__name__})"
     for name in ("cache", "attend_self"):
-        setting, allowed = getattr(context, name), getattr(supported, name)
+        setting = getattr(context, name)
+        allowed = getattr(supported, name)
         if setting not in allowed:
             options = ", ".join(sorted(str(option).lower() for option in allowed))
             raise ValueError(

@@ -172,7 +172,8 @@ def parse_section(cls: type, node: object, *, key: str):
     """Return an instance of the dataclass ``cls`` from a section of the configuration. ``key`` is
     the section's dotted key, empty at the top. ValueError for unknown, missing and malformed
     keys."""
-    hints, fields = typing.get_type_hints(cls, include_extras=True), dataclasses.fields(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields = dataclasses.fields(cls)
     required = [field.name for field in fields if field.default is field.default_factory]
     check_keys(node, [field.name for field in fields], key=key, required=required)
     settings = {}
@@ -227,7 +228,8 @@ def parse_setting(setting: object, hint: object, *, key: str) -> Any:
         verb = "allowed are"
         requirements[0] = first["ctx"]["expected"].replace("'", "").replace(" or ", ", ").lower()
     if first["type"] in ("missing", "too_long"):
-        indices, requirements = [], ["a list of another length"]
+        indices = []
+        requirements = ["a list of another length"]
     if type(None) in typing.get_args(hint) and not indices:
         requirements.append("null")
     if first["type"] == "string_type" and isinstance(first["input"], int | float):
@@ -250,7 +252,8 @@ def _adapter(hint: object) -> TypeAdapter:
 def _pydantic_hint(hint: object) -> object:
     """Return the annotation for pydantic: 1e6 is accepted as an integer, a list for a tuple, any
     mapping for a dictionary."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if hint is int:
         whole = BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
         return Annotated[int, whole, Interval(gt=-(2**63), lt=2**63)]

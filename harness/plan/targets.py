@@ -65,7 +65,8 @@ def resolve(node: object, *, key: str, base: type, trust: tuple[str, ...]) -> Ca
     required = [name for name, (_, is_required) in schema.items() if is_required]
     check_keys(arguments, list(schema), key=key, required=required)
     for name, argument in arguments.items():
-        hint, argument_key = schema[name][0], f"{key}.{name}"
+        hint = schema[name][0]
+        argument_key = f"{key}.{name}"
         part = _part_of(hint)
         is_node = isinstance(argument, Mapping) and "_target_" in argument
         if is_node and (part or hint is typing.Any):
@@ -137,7 +138,9 @@ def _load_class(target: str, *, key: str, base: type, trust: tuple[str, ...]) ->
 
 def describe(error: BaseException) -> str:
     """Return the message of an error, or a message for ``exit`` in the code of a user."""
-    return f"its code calls exit({error.code})" if isinstance(error, SystemExit) else str(error)
+    if isinstance(error, SystemExit):
+        return f"its code calls exit({error.code})"
+    return str(error)
 
 
 def _is_inside(module: str, packages: tuple[str, ...]) -> bool:

@@ -16,13 +16,17 @@ only the median."""
 
 def text(content: object) -> Cell:
     """Return a cell with a text; an empty cell for None."""
-    return EMPTY if content is None else Cell(text=str(content))
+    if content is None:
+        return EMPTY
+    return Cell(text=str(content))
 
 
 def fixed(number: float | None, *, digits: int, mark: str = "") -> Cell:
     """Return a number with ``digits`` digits after the point, and commas between thousands:
     ``1,234.50``."""
-    return EMPTY if number is None else Cell(text=f"{number:,.{digits}f}{mark}", value=number)
+    if number is None:
+        return EMPTY
+    return Cell(text=f"{number:,.{digits}f}{mark}", value=number)
 
 
 def bits(number: float | None, *, capped: bool = False) -> Cell:
@@ -38,15 +42,20 @@ def integer(number: float | None) -> Cell:
 
 def in_units(number: float | None, *, unit: float) -> Cell:
     """Return a number as a multiple of ``unit``, to three significant digits."""
-    return EMPTY if number is None else Cell(text=significant(number / unit), value=number / unit)
+    if number is None:
+        return EMPTY
+    return Cell(text=significant(number / unit), value=number / unit)
 
 
-mib, millions = partial(in_units, unit=MIB), partial(in_units, unit=1e6)
+mib = partial(in_units, unit=MIB)
+millions = partial(in_units, unit=1e6)
 
 
 def interval(ends: Sequence[float] | None, *, digits: int = 3) -> Cell:
     """Return an interval: ``0.981 to 1.204``."""
-    return EMPTY if ends is None else Cell(text=" to ".join(f"{end:,.{digits}f}" for end in ends))
+    if ends is None:
+        return EMPTY
+    return Cell(text=" to ".join(f"{end:,.{digits}f}" for end in ends))
 
 
 def significant(number: float) -> str:
@@ -59,7 +68,9 @@ def significant(number: float) -> str:
         return f"{number:#.3g}"
     if size >= 0.0001:
         return f"{number:.4f}"
-    return f"{number:.2e}" if number else "0"
+    if number:
+        return f"{number:.2e}"
+    return "0"
 
 
 def make_table(rows: Sequence, columns: Sequence[Column], **attributes) -> Table:
@@ -78,7 +89,9 @@ def duration(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours:,} h {minutes} min"
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+    if minutes:
+        return f"{minutes} min {seconds} s"
+    return f"{seconds} s"
 
 
 def join_words(words: Iterable[str], *, limit: int = 8) -> str:
@@ -87,7 +100,9 @@ def join_words(words: Iterable[str], *, limit: int = 8) -> str:
     if len(words) > limit:
         words = [*words[:limit], f"{len(words) - limit} more"]
     if len(words) < 2:
-        return words[0] if words else "nothing"
+        if words:
+            return words[0]
+        return "nothing"
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 

@@ -87,7 +87,8 @@ def load(path: Path, identity: Mapping[str, object] | None = None) -> dict:
             file = opened.read()
     except OSError as error:
         raise Damaged(f"{path} cannot be read ({error.strerror})") from error
-    archive, ending = file[:-_ENDING_BYTES], file[-_ENDING_BYTES:]
+    archive = file[:-_ENDING_BYTES]
+    ending = file[-_ENDING_BYTES:]
     if ending != _ending(archive + _NO_COMMENT):
         raise Damaged(f"{path} is damaged or cut off: its bytes do not match its digest")
     try:

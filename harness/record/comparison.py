@@ -39,7 +39,9 @@ INCOMPARABLE_CHECKS = ("unchecked", "not causal")
 def _mapping(row: Mapping, key: str) -> Mapping:
     """Return a mapping of a row, or an empty one: the row may come from an untrusted file."""
     mapping = row.get(key)
-    return mapping if isinstance(mapping, Mapping) else {}
+    if isinstance(mapping, Mapping):
+        return mapping
+    return {}
 
 
 def score_conditions(row: Mapping) -> str:
@@ -85,9 +87,12 @@ def code_version(row: Mapping) -> dict[str, object]:
     """Return the key and the value that must be equal in runs whose bits per byte are averaged:
     ``numerics``, if golden numbers pin the variant and the shared code. Otherwise, and for a
     budget of seconds, it is ``source``."""
-    numerics, timed = _mapping(row, "numerics"), "seconds" in _mapping(row, "budget")
+    numerics = _mapping(row, "numerics")
+    timed = "seconds" in _mapping(row, "budget")
     by_source = timed or not is_shipped(row) or numerics.get("variant") is None
-    return {"source": row.get("source")} if by_source else {"numerics": numerics}
+    if by_source:
+        return {"source": row.get("source")}
+    return {"numerics": numerics}
 
 
 def is_shipped(row: Mapping) -> bool:

@@ -65,7 +65,9 @@ class Display:
 def job_label(number: int) -> str | None:
     """Return the ``label`` of a sweep's job, counted from 0; None if several jobs run at once."""
     template = os.environ.get(JOB, "")
-    return template.format(number + 1) if template else None
+    if template:
+        return template.format(number + 1)
+    return None
 
 
 def _make_bar():

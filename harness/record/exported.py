@@ -20,7 +20,8 @@ def export(folder: Path, model: nn.Module, *, n_bytes: int, out: Path) -> list[P
     if (out / RECORD).exists() and not (out / WEIGHTS).exists():
         raise ValueError(f"--out {out}: is the folder of a run; allowed is another one")
     first_name: dict[tuple, str] = {}
-    tensors, shared = {}, {}
+    tensors = {}
+    shared = {}
     for name, tensor in model.state_dict().items():
         first = first_name.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
         if first == name:

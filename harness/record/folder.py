@@ -85,12 +85,10 @@ class RunFolder:
     with ``force``."""
 
     def __init__(self, outputs: Path, identity: Identity, *, force: bool = False):
-        self.path, self.identity, self._lock, self._force = (
-            outputs / identity.name,
-            identity,
-            None,
-            force,
-        )
+        self.path = outputs / identity.name
+        self.identity = identity
+        self._lock = None
+        self._force = force
         self._read()
 
     def _read(self) -> tuple[dict | None, Path | None]:
@@ -102,10 +100,8 @@ class RunFolder:
         """Create and lock the folder, and point ``latest`` at it. Returns ``summary`` and
         ``checkpoint``, read again, because another process may have changed them. ValueError if
         the folder is locked or cannot be written."""
-        owner, link = (
-            f"process {os.getpid()} on {os.uname().nodename}".encode(),
-            self.path / "latest.tmp",
-        )
+        owner = f"process {os.getpid()} on {os.uname().nodename}".encode()
+        link = self.path / "latest.tmp"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             refuse_links(self.path, key="outputs")

@@ -41,7 +41,8 @@ class Record:
     def __init__(self, folder: Path, *, rows: int = 0, sha256: str | None = None):
         self.path = folder / RECORD
         content = _truncate(self.path, rows=rows, sha256=sha256)
-        self._rows, self._sha256 = content.count(b"\n"), hashlib.sha256(content)
+        self._rows = content.count(b"\n")
+        self._sha256 = hashlib.sha256(content)
 
     def flush(self) -> tuple[int, str]:
         """Flush all rows to the disk, and return their number and digest."""
@@ -131,7 +132,9 @@ def read_accepted_rows(
     """Return the accepted rows of a file, and why the file or its other lines are refused. Nothing
     without a file. ``check`` gets a row and its line number, and returns why the row is refused, or
     None."""
-    rows, reasons, lines = [], [], []
+    rows = []
+    reasons = []
+    lines = []
     try:
         with open_regular(path, max_bytes=MAX_FILE_BYTES) as file:
             lines = [file.readline()] if first_line else file.readlines()
@@ -167,11 +170,9 @@ def wrong_format(row: Mapping) -> str | None:
     """Return why this code cannot read the format of a row, summary or checkpoint, or None if it
     can."""
     version = row.get("format", 1)
-    return (
-        None
-        if version == FORMAT
-        else f"it is of format {version}, and this code reads format {FORMAT}"
-    )
+    if version == FORMAT:
+        return None
+    return f"it is of format {version}, and this code reads format {FORMAT}"
 
 
 def check_format(row: Mapping, *, file: str) -> None:

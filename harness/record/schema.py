@@ -53,7 +53,9 @@ def violation(row: dict, *, schema: str) -> str | None:
 
 def schema_of_run_row(row: dict) -> str:
     """Return the name of the schema of a row of ``record.jsonl``."""
-    return "final" if row.get("final") else str(row.get("kind"))
+    if row.get("final"):
+        return "final"
+    return str(row.get("kind"))
 
 
 def flatten(node: Mapping, *, separator: str = ".", prefix: str = "") -> dict[str, Any]:

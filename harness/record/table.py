@@ -121,7 +121,9 @@ def to_markdown(table: Table, *, left: int = 1) -> str:
 def mark(cell: Cell) -> str:
     """Return the mark before or after a cell's number, such as ``~`` or ``*``, or an empty text."""
     match = None if cell.value is None else _MARKED_NUMBER.fullmatch(cell.text)
-    return "" if match is None else match[1] + match[2]
+    if match is None:
+        return ""
+    return match[1] + match[2]
 
 
 def one_line(text: str) -> str:
@@ -138,4 +140,6 @@ def escape_formula(text: str) -> str:
     """Return a text on one line, quoted if it begins with = or @ and spreadsheets would run it
     as a formula."""
     text = one_line(text)
-    return f"'{text}" if text.startswith(("=", "@")) else text
+    if text.startswith(("=", "@")):
+        return f"'{text}"
+    return text

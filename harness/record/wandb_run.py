@@ -32,7 +32,8 @@ PROGRESS_KEYS = (
     "bytes_per_second",
 )
 # longest waits: for the server at the start, and for uploads at the end
-INIT_SECONDS, FINISH_SECONDS = 15.0, 30.0
+INIT_SECONDS = 15.0
+FINISH_SECONDS = 30.0
 
 
 class WandbRun(AbstractContextManager):
@@ -59,7 +60,9 @@ class WandbRun(AbstractContextManager):
         **more,
     ):
         given_id = None if sweeping else os.environ.get("WANDB_RUN_ID")
-        self.id, self.hint, self._run = given_id or id or secrets.token_hex(4), "", None
+        self.id = given_id or id or secrets.token_hex(4)
+        self.hint = ""
+        self._run = None
         self._step = 0
         variable = os.environ.get("WANDB_MODE") or mode
         if mode == "disabled" and variable != mode:
@@ -116,7 +119,8 @@ class WandbRun(AbstractContextManager):
         except (Exception, SystemExit) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             print(f"wandb: {reason} (the run continues without W&B)", file=sys.stderr)
-            run, self._run = self._run, None
+            run = self._run
+            self._run = None
             if run is not None:
                 self.hint = _hint(run, uploaded=False)
                 with suppress(Exception, SystemExit):
@@ -150,7 +154,8 @@ def _start(mode: str, keywords: dict, *, id: str):
         for key, setting in settings.items()
         if not os.environ.get(f"WANDB_{key.upper()}")
     }
-    settings, reason = wandb.Settings(**settings), None
+    settings = wandb.Settings(**settings)
+    reason = None
     session = wandb.setup(settings=settings)
     requested = mode
     if mode == "auto":
@@ -158,7 +163,8 @@ def _start(mode: str, keywords: dict, *, id: str):
     if mode not in ("offline", "dryrun", "disabled") and not wandb.login(
         prompt=False, verify=False
     ):
-        mode, reason = "offline", "no API key is configured" if requested != "auto" else None
+        mode = "offline"
+        reason = "no API key is configured" if requested != "auto" else None
     # In W&B itself keywords take precedence over environment variables.
     names = {
         key: "WANDB_RUN_GROUP" if key == "group" else f"WANDB_{key.upper()}" for key in keywords
@@ -183,7 +189,9 @@ def _start(mode: str, keywords: dict, *, id: str):
 def _hint(run, *, uploaded: bool = True) -> str:
     """Return a line with the URL of the W&B run, or the command that uploads it."""
     if run.disabled or (uploaded and not run.offline):
-        return "" if run.disabled else f"wandb: {run.url}"
+        if run.disabled:
+            return ""
+        return f"wandb: {run.url}"
     folder = str(Path(run.dir).parent)
     return f"wandb sync {shlex.quote(min(folder, os.path.relpath(folder), key=len))}"
 
@@ -191,7 +199,8 @@ def _hint(run, *, uploaded: bool = True) -> str:
 def metrics_of(row: dict) -> dict[str, float]:
     """Return the numbers of a row by the name of their metric. A list has a number for each
     head."""
-    kind, row = row["kind"], row | (row.get("clock") or {})
+    kind = row["kind"]
+    row = row | (row.get("clock") or {})
     metrics = {name: row.get(name) for name in PROGRESS_KEYS}
     if row.get("final"):
         return loggable(

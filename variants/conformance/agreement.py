@@ -52,7 +52,8 @@ def logits_and_gradients(
         autocast: returns the context of a forward pass."""
     model.zero_grad(set_to_none=True)
     seed_cpu(0)
-    state, outputs = None, {}
+    state = None
+    outputs = {}
     inputs = tokens[:, :-1].split(list(segments), dim=1)
     targets = tokens[:, 1:].split(list(segments), dim=1)
     for index, (segment, target) in enumerate(zip(inputs, targets, strict=True)):
@@ -81,7 +82,8 @@ def compare(
     Args:
         tolerance: an error that is always allowed.
         plain: logits and gradients of plain PyTorch in the precision of ``actual``."""
-    error_of, allowed = errors(actual, expected), dict.fromkeys(expected, tolerance)
+    error_of = errors(actual, expected)
+    allowed = dict.fromkeys(expected, tolerance)
     if plain is not None:
         plain_errors = errors(plain, expected)
         largest = max(plain_errors.values())

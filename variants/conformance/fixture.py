@@ -71,7 +71,8 @@ class Subject:
     def _describe_forward(self, model: nn.Module, arguments: tuple) -> None:
         tokens, state = (*arguments, None)[:2]
         first = 0 if state is None else state[0].min().item()
-        last, mode = first + tokens.shape[1] - 1, MODES[model.training]
+        last = first + tokens.shape[1] - 1
+        mode = MODES[model.training]
         self.forward_pass[:] = [f"{mode}, byte {first}" + (f" to {last}" if last > first else "")]
 
     def random_bytes(self, *, length: int | None = None, seed: int = 0, streams: int = 3) -> Tensor:
@@ -122,14 +123,17 @@ class Subject:
         """By mode, a context in which a forward pass draws no random number: ``nullcontext`` if the
         pass draws none. ``train`` is missing if training draws random numbers other than those
         of dropout."""
-        model, tokens = self.build(mode="train"), self.random_bytes()
+        model = self.build(mode="train")
+        tokens = self.random_bytes()
         run(model, tokens, seed=1)
         if torch.equal(torch.get_rng_state(), seed_cpu(1).get_state()):
             return dict.fromkeys(MODES, nullcontext)
         with NoDropout():
             random = differences("", *(run(model, tokens, seed=seed)[0] for seed in (1, 2)))
         contexts = {"eval": nullcontext, "train": NoDropout}
-        return {"eval": nullcontext} if random else contexts
+        if random:
+            return {"eval": nullcontext}
+        return contexts
 
 
 def seed_cpu(seed: int) -> torch.Generator:
@@ -314,7 +318,8 @@ def spread_projected(model: nn.Module, low: float, high: float) -> nn.Module:
     to share ``high`` of its range, both included. A parameter that is clamped at one end moves
     away from that end."""
     parameters = projected_parameters(model)
-    starts, ends = [p.clone() for p in parameters], []
+    starts = [p.clone() for p in parameters]
+    ends = []
     for shift in (-1e3, 1e3):
         for parameter, start in zip(parameters, starts, strict=True):
             parameter.copy_(start + shift)

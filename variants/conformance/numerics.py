@@ -29,7 +29,8 @@ from variants.contract import Sublayer, cat_streams, map_state
 STEP = 1e-7  # length of a finite difference's step along a unit vector
 SMOOTH = 0.01  # relative difference of the slopes on both sides where a loss is smooth
 PRECISION_SEGMENTS = (512, 512)  # bytes
-LOGITS, GRADIENT = "logits", "the gradient"
+LOGITS = "logits"
+GRADIENT = "the gradient"
 PRECISIONS = {
     "float32": {LOGITS: 1e-4, GRADIENT: 1e-4},
     "bfloat16": {LOGITS: 0.3, GRADIENT: 0.5},
@@ -75,7 +76,8 @@ def check_gradients(subject: Subject) -> Verdict:
     # a model that shares parameters with an earlier one may have gradients; another check reports
     # it
     model.zero_grad()
-    weighted_sum, of_logits = (logits * upstream).sum(), {}
+    weighted_sum = (logits * upstream).sum()
+    of_logits = {}
     if "likelihood" in subject.limits:
         weighted_sum.backward(retain_graph=True)
         of_logits = gradients_of(model)
@@ -133,7 +135,8 @@ def _training_bytes(subject: Subject) -> tuple[Tensor, int]:
 
 
 def check_modes(subject: Subject) -> Verdict:
-    tokens, cuts = subject.random_bytes(), (subject.span + 2,)
+    tokens = subject.random_bytes()
+    cuts = (subject.span + 2,)
     if subject.sizes:
         tokens, n_past = _training_bytes(subject)
         cuts = (n_past,) if n_past else ()
@@ -233,9 +236,11 @@ def _uses_reach(
     for position in positions:
         changed = x.clone()
         changed[:, position] = 3 * torch.randn(width)
-        first, last = length - subject.period, length
+        first = length - subject.period
+        last = length
         if reach is not None:
-            first, last = position + reach, position + reach + 1
+            first = position + reach
+            last = position + reach + 1
         # An output that the byte does not move is equal, except where sums add terms and subtract
         # them again.
         if (forward(changed) - before)[first:last].abs().max() > 1e-14 * before.abs().max():
@@ -251,7 +256,9 @@ def check_likelihood(subject: Subject) -> Verdict:
     remaining = {name for name, p in subject.build().named_parameters() if p.requires_grad}
     for draw in range(3):
         model = spread_projected(subject.build(seed=draw, mode="train"), 0.2, 0.8)
-        tokens, state, total = subject.random_bytes(seed=draw), None, 0
+        tokens = subject.random_bytes(seed=draw)
+        state = None
+        total = 0
         for inputs in tokens.split(segment, dim=1):
             logits, state, *_ = model(inputs, state)
             total = total + F.cross_entropy(
@@ -269,7 +276,9 @@ def check_streams(subject: Subject) -> Verdict:
     """Check three streams after a past; and the first, middle and last stream of large batches,
     each against itself in a batch of these three."""
     head, tail = subject.random_bytes().tensor_split([subject.span + 2], dim=1)
-    order, last_two, second = [2, 0, 1], slice(1, 3), slice(1, 2)
+    order = [2, 0, 1]
+    last_two = slice(1, 3)
+    second = slice(1, 2)
     for mode, model, context in subject.deterministic_models():
         with context():
             _, state = run(model, head)
@@ -293,7 +302,8 @@ def check_streams(subject: Subject) -> Verdict:
             f"{mode}, stream 1 alone, its state sliced", select_streams(expected, second), single
         )
         for streams in subject.batch_sizes:
-            tokens, three = subject.random_bytes(streams=streams), [0, streams // 2, streams - 1]
+            tokens = subject.random_bytes(streams=streams)
+            three = [0, streams // 2, streams - 1]
             with context():
                 large, small = (
                     run(model, part, cuts=(subject.span + 2,))[0]

@@ -38,7 +38,8 @@ def check_logits(subject: Subject) -> Verdict:
     model = subject.build(dtype=torch.float32)
     for mode, length in product(MODES, (1, subject.span + 3)):
         outputs, _ = run(model.train(mode == "train"), subject.random_bytes(length=length))
-        logits, case = outputs["logits"], f"{mode}, a segment of {length}"
+        logits = outputs["logits"]
+        case = f"{mode}, a segment of {length}"
         if logits.shape != (3, length, subject.vocabulary) or logits.dtype != torch.float32:
             yield f"{case}: logits are {logits.dtype} {tuple(logits.shape)}"
         yield from non_finite(case, outputs)
@@ -54,7 +55,9 @@ def check_limits(subject: Subject) -> Verdict:
 def check_influence(subject: Subject) -> Verdict:
     """Check that a byte moves its own logits, and later ones if state is carried. A model that
     ignores its input would fulfil most of the other promises."""
-    model, tokens, position = subject.build(), subject.random_bytes(), 2
+    model = subject.build()
+    tokens = subject.random_bytes()
+    position = 2
     changed = torch.where(
         torch.arange(tokens.shape[1]) == position, subject.change_all(tokens), tokens
     )
@@ -87,7 +90,8 @@ def check_maps(subject: Subject) -> Verdict:
 
 
 def _check_map(inspection: Inspection, reach: int | None) -> Iterator[str]:
-    weights, length = inspection.weights, inspection.weights.shape[-1]
+    weights = inspection.weights
+    length = inspection.weights.shape[-1]
     shares = weights[..., :0] if inspection.shares is None else inspection.shares
     heads = weights.shape[1] if weights.dim() == 4 else None
     if weights.shape != (1, heads, length, length) or shares.shape[:-1] != weights.shape[:-1]:
@@ -95,7 +99,9 @@ def _check_map(inspection: Inspection, reach: int | None) -> Iterator[str]:
         yield f"a map of {shapes} must be [B, H, T, T] and [B, H, T, n]"
         return
     row_weights = torch.cat([weights, shares], dim=-1)[0]  # [H, T, T + n]
-    sums, largest = row_weights.sum(-1), weights[0].amax(0)  # [H, T] and [T, T]
+    # [H, T] and [T, T]
+    sums = row_weights.sum(-1)
+    largest = weights[0].amax(0)
     wrong_sums = ~((sums - 1).abs() < MAP_TOLERANCE) & (sums != 0)
     for head, query in (wrong_sums | (row_weights < -MAP_TOLERANCE).any(-1)).nonzero().tolist():
         yield (
@@ -114,13 +120,12 @@ def check_far_start(subject: Subject) -> Verdict:
     """Compare a stream that starts at position 10**7 with one that starts at 0, in two segments. In
     float32 the median over bytes is compared: a top-k selection may change at single bytes, but
     imprecise positions change all bytes."""
-    tokens, start, cuts = (
-        subject.random_bytes(),
-        FAR_POSITION + torch.tensor([0, 1, 777]),
-        (subject.span + 2,),
-    )
+    tokens = subject.random_bytes()
+    start = FAR_POSITION + torch.tensor([0, 1, 777])
+    cuts = (subject.span + 2,)
     for dtype in (torch.float64, torch.float32):
-        model, case = subject.build(dtype=dtype), f"eval, {str(dtype).removeprefix('torch.')}"
+        model = subject.build(dtype=dtype)
+        case = f"eval, {str(dtype).removeprefix('torch.')}"
         near, state = run(model, tokens, cuts=cuts)
         far, _ = run(model, tokens, cuts=cuts, state=(start, (None,) * len(state[1])))
         yield from non_finite(case, far)
@@ -139,7 +144,8 @@ def check_far_start(subject: Subject) -> Verdict:
 
 
 def check_state(subject: Subject) -> Verdict:
-    tokens, length = subject.random_bytes(), 2 * subject.length
+    tokens = subject.random_bytes()
+    length = 2 * subject.length
     for mode in MODES:
         model = subject.build(mode=mode)
         state = model(tokens, model(tokens).state).state
@@ -170,16 +176,19 @@ def check_sharing(subject: Subject) -> Verdict:
 def check_projection(subject: Subject) -> Verdict:
     """Check that outputs are finite after parameters moved far, also from states that were
     computed before."""
-    tokens, lengths = subject.random_bytes(), (1, subject.span // 2 + 1, subject.length)
+    tokens = subject.random_bytes()
+    lengths = (1, subject.span // 2 + 1, subject.length)
     for sign in (1, -1):
-        model, case = subject.build(), f"eval, parameters moved by {sign} * 1000 * normal"
+        model = subject.build()
+        case = f"eval, parameters moved by {sign} * 1000 * normal"
         states = [run(model, tokens[:, :length])[1] for length in lengths]
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in projected_parameters(model):
                 parameter.add_(sign * 1e3 * torch.randn(parameter.shape, generator=generator))
         model.project_()
-        outputs, before = run(model, tokens)[0], _snapshot(model)
+        outputs = run(model, tokens)[0]
+        before = _snapshot(model)
         model.project_()
         yield from non_finite(case, outputs)
         yield from (f"{case}: a second project_ changed {name}" for name in _changed(model, before))
@@ -192,11 +201,9 @@ def check_projection(subject: Subject) -> Verdict:
 
 def check_saving(subject: Subject) -> Verdict:
     """Check that a new model with saved parameters and state continues with equal outputs."""
-    model, fresh, tokens = (
-        subject.build(mode="train"),
-        subject.build(seed=1),
-        subject.random_bytes(),
-    )
+    model = subject.build(mode="train")
+    fresh = subject.build(seed=1)
+    tokens = subject.random_bytes()
     run(model, tokens)  # so that buffers differ from those of a new model
     _, state = run(model.eval(), tokens)
     file = io.BytesIO()
@@ -205,10 +212,8 @@ def check_saving(subject: Subject) -> Verdict:
     weights, loaded = torch.load(file, weights_only=True)
     fresh.load_state_dict(weights)
     fresh.project_()
-    following, case = (
-        subject.random_bytes(seed=1),
-        "eval, a fresh model with loaded parameters and state",
-    )
+    following = subject.random_bytes(seed=1)
+    case = "eval, a fresh model with loaded parameters and state"
     yield from differences(
         case, run(model, following, state=state)[0], run(fresh, following, state=loaded)[0]
     )
@@ -219,7 +224,8 @@ def check_side_effects(subject: Subject) -> Verdict:
     may change."""
     model, tokens, cuts = subject.evaluated()
     _, state = run(model, tokens, cuts=cuts)
-    before, copy = _snapshot(model), map_state(torch.clone, state)
+    before = _snapshot(model)
+    copy = map_state(torch.clone, state)
     first, _ = run(model, tokens, cuts=cuts, state=state)
     yield from (f"eval: a forward changed {name}" for name in _changed(model, before))
     if not all(map(torch.equal, state_tensors(state), state_tensors(copy))):
@@ -272,8 +278,10 @@ def check_tables(subject: Subject) -> Verdict:
 
 
 def check_auxiliary_loss(subject: Subject) -> Verdict:
-    model, tokens = subject.build(), subject.random_bytes()
-    eval_loss, train_loss = model(tokens).loss, model.train()(tokens).loss
+    model = subject.build()
+    tokens = subject.random_bytes()
+    eval_loss = model(tokens).loss
+    train_loss = model.train()(tokens).loss
     if eval_loss != 0:
         yield f"eval: {eval_loss.item():.2g} nats"
     if train_loss.dim() or not train_loss.isfinite() or train_loss < 0:
@@ -283,7 +291,9 @@ def check_auxiliary_loss(subject: Subject) -> Verdict:
 def check_statistics(subject: Subject) -> Verdict:
     """Check that statistics change no output, add over segments and streams, and give finite
     metrics."""
-    model, tokens, cut = subject.build(), subject.random_bytes(), subject.span + 2
+    model = subject.build()
+    tokens = subject.random_bytes()
+    cut = subject.span + 2
     out = model(tokens, collect_stats=True)
     yield from differences(
         "eval, collect_stats", {"logits": model(tokens).logits}, {"logits": out.logits}
@@ -332,7 +342,8 @@ def check_statistics(subject: Subject) -> Verdict:
 def check_autocast(subject: Subject) -> Verdict:
     """Check that outputs and gradients in bfloat16 are finite, and outputs in float32 from the
     resulting state."""
-    model, tokens = subject.build(dtype=torch.float32, mode="train"), subject.random_bytes()
+    model = subject.build(dtype=torch.float32, mode="train")
+    tokens = subject.random_bytes()
     with torch.autocast("cpu", torch.bfloat16):
         state = yield from _training_step(model, tokens, case="train")
     out = model.eval()(tokens, state)
@@ -366,7 +377,8 @@ def _training_step(model: nn.Module, tokens: Tensor, *, case: str) -> Generator[
 
 
 def check_flops(subject: Subject) -> Verdict:
-    model, span = subject.build(), subject.span
+    model = subject.build()
+    span = subject.span
     if not isinstance(ideal := model.ideal_flops(), int) or ideal <= 0:
         yield f"ideal FLOPs must be a positive int: {ideal!r}"
     for name, sublayer in model.sublayers():

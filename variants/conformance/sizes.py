@@ -119,7 +119,8 @@ class Size(NamedTuple):
 def _sizes(subject: Subject, *modes: str) -> list[Size]:
     """Return the run's sizes; or small ones: streams of more than two windows, and streams of half
     that length with a past."""
-    length, half = subject.length, subject.length // 2
+    length = subject.length
+    half = subject.length // 2
     small = [Size(mode, min(SMALL_STREAMS, length), length, False, small=True) for mode in MODES]
     small.append(Size("eval", min(SMALL_STREAMS, half), half, True, small=True))
     return [size for mode in modes for size in subject.sizes or small if size.mode == mode]
@@ -129,7 +130,9 @@ def _precision(subject: Subject, size: Size) -> torch.dtype:
     """Return the precision of a check of bytes that must move no output: at the sizes of a run
     float32, because it is faster. Where later bytes may change the rounding, float32 would show
     that and nothing else."""
-    return torch.float64 if size.small or "rounding" in subject.limits else torch.float32
+    if size.small or "rounding" in subject.limits:
+        return torch.float64
+    return torch.float32
 
 
 def check_causality(subject: Subject, *, mode: str) -> Verdict:
@@ -222,7 +225,8 @@ class _Streams:
         text: bool = True,
         dtype: torch.dtype = torch.float64,
     ):
-        self.subject, self.size = subject, size
+        self.subject = subject
+        self.size = size
         self.model = subject.build(mode=size.mode, dtype=dtype)
         self.context = subject.deterministic_contexts.get(size.mode, NoDropout)
         self.exact = dtype == torch.float32
@@ -250,7 +254,8 @@ class _Streams:
             unchanged = unchanged + 1 if equal else 0
             n_read += 1
         after_past = slice(n_read * size.segment, (n_read + segments) * size.segment)
-        self.tokens, self.changed_tokens = tokens[:, after_past], changed[:, after_past]
+        self.tokens = tokens[:, after_past]
+        self.changed_tokens = changed[:, after_past]
 
     def _run(
         self, tokens: Tensor, past: State, cuts: tuple[int, ...] | None = None
@@ -323,10 +328,8 @@ class _Streams:
                     return name, line, (actual - before[name]).abs().max().item()
             return None
 
-        positions, streams = (
-            self.positions if causality else [-1, *self.positions],
-            len(self.tokens),
-        )
+        positions = self.positions if causality else [-1, *self.positions]
+        streams = len(self.tokens)
         for begin in range(0, len(positions), streams):
             batch = positions[begin : begin + streams]
             at = torch.tensor([batch[i % len(batch)] for i in range(streams)])[:, None]

@@ -98,7 +98,8 @@ def check(
     except (Exception, SystemExit) as error:
         yield Finding("the model can be built", False, _describe_error(error))
         return
-    first, seen = {function for _, _, function in FIRST}, set()
+    first = {function for _, _, function in FIRST}
+    seen = set()
     for promise, limit, function in checks:
         if sizes and limit in limits:
             continue

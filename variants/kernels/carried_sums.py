@@ -86,7 +86,9 @@ def normalize(sums: Tensor, state: State) -> tuple[Tensor, State]:
 def without_autocast(device: torch.device) -> AbstractContextManager:
     """Disable autocast: bfloat16 is too coarse for long sums. ``is_autocast_available``
     breaks graphs (torch 2.11)."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    if device.type == "meta":
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def map_pieces(
@@ -100,7 +102,8 @@ def map_pieces(
             next state.
         tensors: ``[B, H, T, ..]``, cut into pieces of whole chunks, and a last piece for an
             incomplete chunk."""
-    length, outputs = tensors[0].shape[2], []
+    length = tensors[0].shape[2]
+    outputs = []
     n_whole = length // chunk
     shapes = [
         (min(CHUNKS_PER_PIECE, n_whole - n), chunk) for n in range(0, n_whole, CHUNKS_PER_PIECE)
@@ -132,8 +135,11 @@ def _decay_factors(
     same chunk ``[B, H, n, C, C]``, 0 for a hidden key; of a query that reads the sums before its
     chunk, and of a key in the sums after its chunk, ``[B, H, n, C, 1]``; and of the sums before
     a chunk in the sums after it, ``[B, H, n, 1, 1]``."""
-    shape, slope = scale.shape[2:], slope[:, None]  # [H, 1]
-    size, scale = shape[1], scale.flatten(2)
+    # [H, 1]
+    shape = scale.shape[2:]
+    slope = slope[:, None]
+    size = shape[1]
+    scale = scale.flatten(2)
     t = torch.arange(-1, scale.shape[2], dtype=scale.dtype, device=scale.device)
     # The largest l_j - slope (t - j) up to each t, starting before the first byte. It has no
     # gradient.
@@ -144,9 +150,13 @@ def _decay_factors(
     query_scale = torch.where(
         query_scale > -torch.inf, query_scale, torch.zeros_like(query_scale)
     ).unflatten(-1, shape)
-    scale, ends = scale.unflatten(-1, shape), largest[..., ::size]  # [B, H, n, C], [B, H, 1 + n]
-    before, after = ends[..., :-1, None], ends[..., 1:, None]
-    slope, offset = slope[..., None], torch.arange(size, dtype=scale.dtype, device=scale.device)
+    # [B, H, n, C], [B, H, 1 + n]
+    scale = scale.unflatten(-1, shape)
+    ends = largest[..., ::size]
+    before = ends[..., :-1, None]
+    after = ends[..., 1:, None]
+    slope = slope[..., None]
+    offset = torch.arange(size, dtype=scale.dtype, device=scale.device)
     distance = offset[:, None] - offset
     pairs = scale[..., None, :] - slope[..., None] * distance - query_scale[..., None]
     pairs = pairs.masked_fill(distance < (0 if attend_self else 1), -torch.inf)

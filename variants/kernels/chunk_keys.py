@@ -71,7 +71,8 @@ def _scores(q: Tensor, chunk_keys: ChunkKeys) -> Tensor:
 def _chunked(x: Tensor, *, like: Tensor) -> Tensor:
     """Cut ``x [B, H, T, m]`` into the chunks of ``like``: ``[B, n, H, Q, m]``, with zeros at the
     end."""
-    chunks, size = like.shape[1], like.shape[3]
+    chunks = like.shape[1]
+    size = like.shape[3]
     return (
         F.pad(x, (0, 0, 0, chunks * size - x.shape[2])).unflatten(2, (chunks, size)).transpose(1, 2)
     )

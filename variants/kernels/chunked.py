@@ -23,8 +23,10 @@ chunks are added."""
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor:
     """Compute ``window.attend``; without a ``seed`` of the dropout, one is drawn."""
-    inputs, rows = Inputs.from_call(q, k, v, window, **options), q.shape[2]
-    dtype, seed = torch.promote_types(q.dtype, torch.float32), None
+    inputs = Inputs.from_call(q, k, v, window, **options)
+    rows = q.shape[2]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    seed = None
     shared = {
         name: x.to(dtype) for name in SHARED_FIELDS if (x := getattr(inputs, name)) is not None
     }
@@ -63,7 +65,9 @@ def _cut(inputs: Inputs, heads: slice, t: slice, j: slice, columns: slice) -> In
             return x[columns]
         of_heads = name in ("extra_k", "extra_v") or x.dim() < 3
         x = x[heads] if of_heads else x[:, heads, t]
-        return x[..., columns] if name == "bias" else x
+        if name == "bias":
+            return x[..., columns]
+        return x
 
     tensors = inputs._replace(lengths=None, dropout=None)._asdict().items()
     return replaced(

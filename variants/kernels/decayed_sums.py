@@ -100,7 +100,8 @@ def _attend_piece(
     left = strength * left
     right = torch.linalg.solve_triangular(left, right, upper=False, unitriangular=True)
     v, reads = right.split([v.shape[-1], k.shape[-1]], dim=-1)
-    before, u = [], []
+    before = []
+    u = []
     for n in range(v.shape[2]):
         before.append(sums)
         u.append(v[:, :, n] - reads[:, :, n] @ sums)
@@ -118,7 +119,8 @@ def _decay_between(query_total: Tensor, total: Tensor, shift: int) -> Tensor:
     if total.shape[-1] == 1:
         exponent = query_total - total.mT
     else:
-        exponent, hidden = query_total[..., None, :] - total[..., None, :, :], hidden[..., None]
+        exponent = query_total[..., None, :] - total[..., None, :, :]
+        hidden = hidden[..., None]
     return exponent.clamp(max=0).masked_fill(hidden, -torch.inf).exp()
 
 

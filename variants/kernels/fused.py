@@ -61,7 +61,8 @@ def _flash_backward(g, q, k, v, mask, y, lse) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    parts, mask = _aligned(q, k, v), mask if mask is None else mask.expand(*q.shape[:3], -1)
+    parts = _aligned(q, k, v)
+    mask = mask if mask is None else mask.expand(*q.shape[:3], -1)
     y, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         *parts, mask, True, scale=1.0
     )
@@ -75,7 +76,8 @@ def _efficient_backward(g, q, k, v, mask, y, lse) -> tuple[Tensor, Tensor, Tenso
     y = y.transpose(1, 2).contiguous().transpose(1, 2)
     lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
     generator_state = torch.zeros((), dtype=torch.int64)  # of dropout; not read without dropout
-    dropout, needs_gradient = 0.0, [True, True, True, False]
+    dropout = 0.0
+    needs_gradient = [True, True, True, False]
     operation = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     mask = mask if mask is None else mask.expand(*q.shape[:3], -1)
     states = generator_state, generator_state
@@ -105,7 +107,8 @@ def obstacle(device: torch.device, *_: object) -> str | None:
 def is_full_causal(window: Window, inputs: Inputs) -> bool:
     """Return whether each query sees all keys up to its own, and no other term is added to the
     scores."""
-    rows, keys = inputs.q.shape[2], inputs.k.shape[2]
+    rows = inputs.q.shape[2]
+    keys = inputs.k.shape[2]
     sees_all = (
         window.z is None and not window.ramp and not window.shift and min(window.max_keys) >= rows
     )
@@ -158,8 +161,10 @@ def backward(
     With ``segment_only``, only the segment's keys and values get gradients, ``[B, H, T, K]``."""
     q, k, v = _cast_like_queries(inputs)
     g = g.contiguous()
-    engine, gradients = ENGINES[q.device.type], {}
-    counts, rows = inputs.key_counts(), q.shape[2]
+    engine = ENGINES[q.device.type]
+    gradients = {}
+    counts = inputs.key_counts()
+    rows = q.shape[2]
     gradients["q"] = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for name in "kv":
         gradients[name] = torch.zeros(
@@ -269,7 +274,8 @@ def _calls(
     bias = table = inputs.bias  # table [H, n] is added to the scores of columns
     slope = None
     if inputs.z is not None:
-        z, n_distances = inputs.z.detach(), max(window.max_keys)
+        z = inputs.z.detach()
+        n_distances = max(window.max_keys)
         table = plain.soft_mask(z, window.ramp, n_distances).log()
         table = table if bias is None else table + bias
         slope = plain.ramp_slope(z, window.ramp, n_distances) if needs_slopes else None
@@ -291,7 +297,8 @@ def _calls(
 
 def _persistent_kv(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Return keys and values of persistent vectors, expanded to all streams, ``[B, H, N, K]``."""
-    shape, dtype = (len(inputs.q), -1, -1, -1), inputs.q.dtype
+    shape = (len(inputs.q), -1, -1, -1)
+    dtype = inputs.q.dtype
     return tuple(x[None].to(dtype).expand(shape) for x in (inputs.extra_k, inputs.extra_v))
 
 

@@ -110,7 +110,8 @@ def _backward(
 
 @_backward.register_fake
 def _backward_results(backend, names, tensors, *rest):
-    named, gradient_names = dict(zip(names.split(), tensors, strict=True)), rest[-1]
+    named = dict(zip(names.split(), tensors, strict=True))
+    gradient_names = rest[-1]
     return [named[name].new_empty(named[name].shape) for name in gradient_names.split()]
 
 

@@ -20,7 +20,9 @@ def obstacle(device: torch.device = CPU) -> str | None:
     if device.type != "cpu":
         return f"runtime.device={device.type}"
     library = _library()
-    return library if isinstance(library, str) else None
+    if isinstance(library, str):
+        return library
+    return None
 
 
 @torch.library.custom_op("windtunnel::product_search", mutates_args=(), device_types="cpu")

@@ -29,7 +29,8 @@ from variants.kernels.window import Inputs, Window, sink_gradient
 
 # a compiled forward pass reads it, and cannot search
 INSTALLED = importlib.util.find_spec("triton") is not None
-WIDTH_STEP, MAX_WIDTH = 8, 128
+WIDTH_STEP = 8
+MAX_WIDTH = 128
 LOG2E = math.log2(math.e)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 STREAM_GROUPS = 8
@@ -54,7 +55,9 @@ def obstacle(device: torch.device, width: int) -> str | None:
 
 def precision() -> str:
     """Return the precision of float32 products, by torch's setting for CUDA."""
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return "tf32"
+    return "ieee"
 
 
 def launch_options(
@@ -68,15 +71,20 @@ def launch_options(
     timing."""
     columns = padded_width(width)
     if dtype != torch.float32:
-        block, warps = 16 if vectors and columns == 32 else 64 >> ((columns > 64) + vectors), 4
+        block = 16 if vectors and columns == 32 else 64 >> ((columns > 64) + vectors)
+        warps = 4
     elif precision == "tf32":
-        block, warps = 32 if columns in (16, 64) and not vectors else 16, 4
+        block = 32 if columns in (16, 64) and not vectors else 16
+        warps = 4
     else:  # by multiply-add, without tensor cores
-        block, warps = 32 >> (columns > 64 or vectors), 8
+        block = 32 >> (columns > 64 or vectors)
+        warps = 8
     options = {"BLOCK": block, "num_warps": warps, "num_stages": 1 if vectors and warps == 4 else 2}
     # before sm_90, only key_gradient has enough registers to prefetch the next block
     if block == columns == 64:
-        return options if architecture >= 90 else options | {"num_stages": 1}
+        if architecture >= 90:
+            return options
+        return options | {"num_stages": 1}
     # without it, the compiler spills some registers to run more threads
     return options | {"maxnreg": 255}
 
@@ -84,7 +92,9 @@ def launch_options(
 def key_gradient_options(options: dict) -> dict:
     """Return the options of ``key_gradient`` that replace entries of ``options``, with which the
     other kernels are compiled."""
-    return {"num_stages": 2, "maxnreg": 255} if options["BLOCK"] == 64 else {}
+    if options["BLOCK"] == 64:
+        return {"num_stages": 2, "maxnreg": 255}
+    return {}
 
 
 def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
@@ -93,7 +103,9 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
 
     Each head has one span for all queries. ``inputs`` may have vectors or a constant bias, but not
     both, for n >= ``max(window.max_keys)`` distances."""
-    q, z, n_distances = inputs.q, inputs.z, _n_distances(inputs)
+    q = inputs.q
+    z = inputs.z
+    n_distances = _n_distances(inputs)
     assert q.dtype in DTYPES and (z is None or z.shape == q.shape[1:2]), (
         f"{q.dtype} or z {z} is not supported"
     )
@@ -122,7 +134,8 @@ def backward(
     ``lse`` are from ``forward``. With ``segment_only``, gradients of keys and values are ``[B, H,
     T, K]``, for the segment only."""
     common = {"g": g.to(y.dtype).contiguous(), "lse": lse, "delta": torch.empty_like(lse)}
-    arguments, streams = _window_arguments(inputs, window), y.shape[0]
+    arguments = _window_arguments(inputs, window)
+    streams = y.shape[0]
     gradients = _query_gradient(
         arguments, y, common, span="z" in fields, bias="query_bias" in fields
     )
@@ -199,7 +212,9 @@ def _n_distances(inputs: Inputs) -> int:
     """Return distances of the vectors or of the bias; 0 if there are neither."""
     if inputs.vectors is not None:
         return len(inputs.vectors)
-    return 0 if inputs.bias is None else inputs.bias.shape[1]
+    if inputs.bias is None:
+        return 0
+    return inputs.bias.shape[1]
 
 
 def _window_arguments(inputs: Inputs, window: Window) -> dict:
@@ -240,7 +255,8 @@ def _persistent_arguments(inputs: Inputs) -> dict:
 def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
     """Return arguments of kernels for a part of the softmax; by default every query sees every
     key."""
-    width, rate = q.shape[-1], inputs.dropout
+    width = q.shape[-1]
+    rate = inputs.dropout
     architecture = (
         90 if q.device.type != "cuda" else 10 * torch.cuda.get_device_capability(q.device)[0]
     )
@@ -277,10 +293,8 @@ def _forward(
     """Return output of one part, merged with ``prior``, and log-sum-exp in base 2, +inf (not -inf)
     if a query sees no key."""
     q = arguments["q"]
-    y, lse = (
-        torch.empty_like(q, dtype=dtype),
-        torch.empty(q.shape[:3], dtype=torch.float32, device=q.device),
-    )
+    y = torch.empty_like(q, dtype=dtype)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     grid = _grid(arguments, q.shape[2])
     _kernels().forward[grid](prior=prior, prior_lse=prior_lse, y=y, lse=lse, **arguments)
     return y, lse
@@ -291,7 +305,8 @@ def _query_gradient(
 ) -> dict[str, Tensor]:
     """Return gradients of queries, spans ``[H]`` and query biases. Writes ``common["delta"]``,
     which other kernels read."""
-    q, grid = arguments["q"], _grid(arguments, arguments["T"])
+    q = arguments["q"]
+    grid = _grid(arguments, arguments["T"])
     dq = torch.empty_like(q)
     dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device) if span else None
     dbias = torch.empty_like(common["lse"]) if bias else None
@@ -324,7 +339,8 @@ def _vector_gradient(arguments: dict, common: dict) -> Tensor:
         name: argument for name, argument in arguments.items() if name not in ("table", "ALL")
     }
     streams, heads, _, width = arguments["q"].shape
-    groups, distances = min(streams, STREAM_GROUPS), arguments["distances"]
+    groups = min(streams, STREAM_GROUPS)
+    distances = arguments["distances"]
     parts = torch.empty(
         groups, heads, distances, width, dtype=torch.float32, device=common["g"].device
     )

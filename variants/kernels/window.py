@@ -125,11 +125,9 @@ class Inputs(NamedTuple):
 
     def key_counts(self) -> tuple[int, ...]:
         """Return l of each head."""
-        return (
-            (self.k.shape[2],) * self.q.shape[1]
-            if self.lengths is None
-            else tuple(self.lengths.tolist())
-        )
+        if self.lengths is None:
+            return (self.k.shape[2],) * self.q.shape[1]
+        return tuple(self.lengths.tolist())
 
     def of_heads(self, x: Tensor, heads: slice) -> Tensor:
         """Return a view ``[B, n, L, ..]`` of keys, values or key biases ``x``, of neighbouring
@@ -137,7 +135,8 @@ class Inputs(NamedTuple):
         if self.lengths is None:
             return x[:, heads]
         counts = self.key_counts()
-        first, last = sum(counts[: heads.start]), sum(counts[: heads.stop])
+        first = sum(counts[: heads.start])
+        last = sum(counts[: heads.stop])
         return x[:, first:last].unflatten(1, (heads.stop - heads.start, counts[heads.start]))
 
 
@@ -152,7 +151,8 @@ def ramp_slope(z: Tensor, ramp: int, max_keys: int) -> Tensor:
     """Return dm/dz, ``[..., max_keys]``: 1 / R on the closed ramp, also at its end z + R, where m
     is 0. z + R is rounded as in ``soft_mask``, so that both functions put a key on the same side of
     a kink."""
-    x, ramp_end = torch.arange(max_keys, device=z.device), (z + ramp)[..., None]
+    x = torch.arange(max_keys, device=z.device)
+    ramp_end = (z + ramp)[..., None]
     return ((x >= ramp_end.ceil() - ramp) & (x <= ramp_end)).to(z.dtype) / ramp
 
 
@@ -168,7 +168,9 @@ def skew_table(table: Tensor, rows: int, keys: int, *, shift: int = 0) -> Tensor
     # by t entries.
     padded = F.pad(band.flip(-1), (0, rows + shift))
     view = padded.flatten(-2)[..., : rows * width].unflatten(-1, (rows, width))
-    return view[..., width - keys :] if width >= keys else F.pad(view, (keys - width, 0))
+    if width >= keys:
+        return view[..., width - keys :]
+    return F.pad(view, (keys - width, 0))
 
 
 def visible_mask(
@@ -213,9 +215,11 @@ def attend_inputs(inputs: Inputs, window: Window) -> Tensor:
     """Compute ``attend``. ``inputs.seed`` may also be the row numbers ``[B, H, T]`` that belong
     to a seed."""
     (q, k, v, z, extra_q, extra_k, extra_v), sink, dropout = inputs[:7], inputs.sink, inputs.dropout
-    rows, max_keys = q.shape[2], max(window.max_keys)
+    rows = q.shape[2]
+    max_keys = max(window.max_keys)
     n_keys = min(k.shape[2], rows + window.past())
-    k, v = k[:, :, k.shape[2] - n_keys :], v[:, :, v.shape[2] - n_keys :]
+    k = k[:, :, k.shape[2] - n_keys :]
+    v = v[:, :, v.shape[2] - n_keys :]
 
     over_keys = partial(skew_table, rows=rows, keys=n_keys, shift=window.shift)
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
@@ -234,7 +238,8 @@ def attend_inputs(inputs: Inputs, window: Window) -> Tensor:
     if extra_q is not None:
         extra = (extra_q @ extra_k.mT).to(scores.dtype)  # [B, H, T, N]
         scores = torch.cat([scores, extra], dim=-1)
-    mask, weighted_scores = None, scores.detach()
+    mask = None
+    weighted_scores = scores.detach()
     if z is not None:
         mask = over_keys(soft_mask(z, window.ramp, max_keys).to(scores.dtype))
         mask = mask if extra_q is None else F.pad(mask, (0, extra.shape[-1]), value=1.0)
@@ -265,7 +270,9 @@ def attend_inputs(inputs: Inputs, window: Window) -> Tensor:
         weights = F.dropout(weights, dropout)
     weights = weights.to(v.dtype)
     y = weights[..., :n_keys] @ v
-    return y if extra_q is None else y + weights[..., n_keys:] @ extra_v
+    if extra_q is None:
+        return y
+    return y + weights[..., n_keys:] @ extra_v
 
 
 def _keep_mask(

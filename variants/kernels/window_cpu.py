@@ -44,7 +44,9 @@ SIZES = "streams heads rows width persistent distances shift threads biases"  # 
 def obstacle(*_: object) -> str | None:
     """Return the reason why the kernel cannot run on this machine; None if it can."""
     library = _library()
-    return library if isinstance(library, str) else None
+    if isinstance(library, str):
+        return library
+    return None
 
 
 @lru_cache
@@ -71,7 +73,8 @@ def attend(
             the order of heads. Empty without a past. Their gradients are computed only if they are
             needed.
         chunk_keys: keys and values for each chunk of queries, in the same softmax."""
-    inputs, n_distances = Inputs.from_call(q, k, v, window, **options), max(window.max_keys)
+    inputs = Inputs.from_call(q, k, v, window, **options)
+    n_distances = max(window.max_keys)
     for name, x in (
         ("vectors", inputs.vectors),
         ("bias", None if inputs.bias is None else inputs.bias.mT),
@@ -108,7 +111,8 @@ class _Attend(torch.autograd.Function):
         ctx, names: list[str], part_of_head: list[int], window: Window, *tensors: Tensor
     ) -> Tensor:
         named = dict(zip(names, tensors, strict=True))
-        ctx.names, ctx.sizes = names, (part_of_head, window.max_keys, window.shift, window.ramp)
+        ctx.names = names
+        ctx.sizes = (part_of_head, window.max_keys, window.shift, window.ramp)
         y, lse, _ = _forward(*_kernel_inputs(named), *ctx.sizes)
         if CHUNK_NAMES[0] in named:
             y, lse = merge_chunk_keys(
@@ -278,9 +282,11 @@ class _Call(ctypes.Structure):
         """Point to keys and values of the past, or to their gradients, head by head."""
         for name in ("k_old", "v_old"):
             parts = [named[f"{name}{i}"] for i in range(max(part_of_head) + 1)]
-            parts, heads = [x if x.stride(-1) == 1 else x.contiguous() for x in parts], []
+            parts = [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
+            heads = []
             for h, part in enumerate(part_of_head):
-                x, index = parts[part], part_of_head[:h].count(part)
+                x = parts[part]
+                index = part_of_head[:h].count(part)
                 heads.append(
                     _Rows(
                         x.data_ptr() + index * x.stride(1) * x.element_size(),
@@ -315,7 +321,9 @@ def _call(
     call = _Call(
         streams=q.shape[0], heads=q.shape[1], rows=q.shape[2], width=q.shape[3], shift=shift
     )
-    call.dtype, call.alive, call.threads = q.dtype, [], torch.get_num_threads()
+    call.dtype = q.dtype
+    call.alive = []
+    call.threads = torch.get_num_threads()
     call.persistent = named["extra_k"].shape[1] if "extra_k" in named else 0
     call.biases = named["key_bias"].shape[2] if "key_bias" in named else 0
     call.distances = max(max_keys)
@@ -338,7 +346,8 @@ def _call(
         **_tables(q.dtype, z, bias, visible_keys, call.distances, ramp, backward=backward)
     )
     if vectors is not None:
-        pad, lanes = _library().window_pad(), _library().window_bytes() // q.dtype.itemsize
+        pad = _library().window_pad()
+        lanes = _library().window_bytes() // q.dtype.itemsize
         padded = F.pad(vectors.flip(0), (0, -call.width % lanes, pad, pad + -len(vectors) % lanes))
         call.set_pointers(vectors=padded, vector_panels=padded.unflatten(0, (-1, lanes)).mT)
     return call
@@ -350,7 +359,8 @@ def _tables(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return tables by head and reversed distance ``[H, n + 2 PAD]``; and ``flat [H]``, how many of
     the nearest columns have no bias, m = 1 and, for the backward pass, dm/dz = 0."""
-    flat, pad = torch.tensor(visible_keys), _library().window_pad()
+    flat = torch.tensor(visible_keys)
+    pad = _library().window_pad()
     shape = len(visible_keys), n_distances
     terms = torch.zeros(shape, dtype=dtype) if bias is None else bias[:, :n_distances].to(dtype)
     tables = {}
