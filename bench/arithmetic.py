@@ -32,7 +32,9 @@ class Encoder:
     def code(self, ends: Sequence[int], symbol: int) -> int:
         """Write a symbol, and return it. ``ends`` are the cumulative frequencies, int64: entry i is
         the sum for symbols 0 to i, and the last entry is ``TOTAL``."""
-        start = int(ends[symbol - 1]) if symbol else 0
+        start = 0
+        if symbol:
+            start = int(ends[symbol - 1])
         unit = self._width >> BITS
         self._low += unit * start
         self._width = unit * (int(ends[symbol]) - start)
@@ -83,7 +85,9 @@ class Decoder:
         # the quotient is larger only for bytes that no encoder wrote
         target = min(self._offset // unit, TOTAL - 1)
         symbol = int(np.searchsorted(ends, target, side="right"))
-        start = int(ends[symbol - 1]) if symbol else 0
+        start = 0
+        if symbol:
+            start = int(ends[symbol - 1])
         self._offset -= unit * start
         self._width = unit * (int(ends[symbol]) - start)
         while self._width < _MIN_WIDTH:

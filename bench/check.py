@@ -103,7 +103,9 @@ def main(cfg: DictConfig) -> None:
             f"{pluralize(len(broken_promises), 'promise')} broken; it keeps the contract in "
             f"{n_passed} of"
         )
-    ending = f", {len(refused)} refused" if refused else ""
+    ending = ""
+    if refused:
+        ending = f", {len(refused)} refused"
     print(f"{name}: {outcome} {pluralize(len(broken_by_combination), 'combination')}{ending}")
     if compare_device and not device_agrees():
         BROKEN.append(name)
@@ -113,11 +115,10 @@ def main(cfg: DictConfig) -> None:
 def _print_findings(title: str, findings: list) -> set[str]:
     """Print a line, and below it each broken promise; return the names of the broken promises."""
     failures = [finding for finding in findings if not finding.passed]
-    count = (
-        f"{len(failures)} of {len(findings)} promises broken"
-        if failures
-        else f"{len(findings)} promises"
-    )
+    if failures:
+        count = f"{len(failures)} of {len(findings)} promises broken"
+    else:
+        count = f"{len(findings)} promises"
     print(f"{'FAIL' if failures else 'pass'}  {title}: {count}")
     print(*(f"  {finding}\n" for finding in failures), sep="", end="", flush=True)
     return {finding.promise for finding in failures}

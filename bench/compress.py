@@ -80,7 +80,9 @@ def code_streams(
     id_of_byte = np.full(256, unknown)
     id_of_byte[np.frombuffer(symbols, np.uint8)] = np.arange(len(symbols))
     byte_of_id = symbols.ljust(unknown, b"\0")
-    escape = ESCAPE if len(symbols) < 256 else 0
+    escape = 0
+    if len(symbols) < 256:
+        escape = ESCAPE
     state = None
     bits = 0.0
     escaped = 0
@@ -196,7 +198,9 @@ def read_input(file: str | None, *, out: str) -> bytes:
     ``out`` cannot be written."""
     path = Path(out)
     try:
-        content = b"" if file is None else Path(file).read_bytes()
+        content = b""
+        if file is not None:
+            content = Path(file).read_bytes()
     except OSError as error:
         raise ValueError(f"file={file}: cannot be read ({error.strerror})") from error
     if path.is_dir():

@@ -140,7 +140,9 @@ def make_entry(
 def measure_group(entries: list[Entry], *, settings: CostSettings) -> list[Cost]:
     """Measure the entries of one length in turn, and return their rows. An entry that runs out of
     memory is measured again alone, because the processes of the others also use memory."""
-    limit = None if settings.memory_limit_gib is None else int(settings.memory_limit_gib * 2**30)
+    limit = None
+    if settings.memory_limit_gib is not None:
+        limit = int(settings.memory_limit_gib * 2**30)
     options = {
         "worker": CostWorker,
         "rounds": settings.rounds,
@@ -206,9 +208,9 @@ def utilisation(row: dict) -> dict | None:
     """Return the model FLOPs utilisation of a row's training step: ``flops_per_s``, the needed
     FLOPs per second of step time; ``peak_flops_per_s``, the device's dense peak; and their ratio
     ``share``. None if one of them is not known."""
-    peak = (
-        dense_peak_flops(row["device"], row["precision"]) if row["device_kind"] == "cuda" else None
-    )
+    peak = None
+    if row["device_kind"] == "cuda":
+        peak = dense_peak_flops(row["device"], row["precision"])
     step = (row["time"] or {}).get("train_ms")
     if peak is None or not step or not row["flops"]:
         return None

@@ -26,7 +26,9 @@ def main(cfg: DictConfig) -> None:
     mode = os.environ.get("WANDB_MODE")
     offline = mode in ("offline", "disabled", "dryrun")
     if offline or not wandb.login(prompt=False, verify=False):
-        reason = f"WANDB_MODE={mode}" if offline else "no API key is configured"
+        reason = "no API key is configured"
+        if offline:
+            reason = f"WANDB_MODE={mode}"
         raise ValueError(
             f"{reason}; the dashboard needs a login (wandb login), python -m bench.report does not"
         )

@@ -137,7 +137,9 @@ def table_of(grid: dict) -> str:
 def grid_params(grid: dict) -> dict[str, object]:
     """Return the keys and values of a stage's grid: those of its sweep, replaced and extended by
     its own."""
-    budget = {"budget.bytes": grid["budget"]} if "budget" in grid else {}
+    budget = {}
+    if "budget" in grid:
+        budget = {"budget.bytes": grid["budget"]}
     return sweep_grid(grid["sweep"]) | grid.get("params", {}) | budget
 
 
@@ -215,7 +217,9 @@ def compact(row: dict) -> dict:
     """Return what the tables need of a row of ``record.jsonl`` (the variant or a score) or
     ``evaluations.jsonl``."""
     names = ("kind", "bytes_seen", "bits_per_byte", "windows_bits_per_byte", "context_curve")
-    variant = {"config": {"variant": row["config"]["variant"]}} if "config" in row else {}
+    variant = {}
+    if "config" in row:
+        variant = {"config": {"variant": row["config"]["variant"]}}
     return {name: row[name] for name in names if name in row} | variant
 
 

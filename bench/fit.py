@@ -58,7 +58,9 @@ CAUSES = {
 @with_config("fit")
 def main(cfg: DictConfig) -> None:
     memory = pop_keys(cfg, *COMMAND_KEYS)["device_memory"]
-    limit_bytes = None if memory is None else parse_memory(memory)
+    limit_bytes = None
+    if memory is not None:
+        limit_bytes = parse_memory(memory)
     plan = plan_run(cfg, sweeping=is_sweep())
     kind = kind_of(plan)
     admission(contract_plan(plan, kind))
@@ -192,7 +194,9 @@ def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:
         torch.zeros(batch.streams, batch.segment, dtype=torch.int64) for _ in range(2)
     )
     past = torch.zeros(batch.streams, max(span, batch.segment), dtype=torch.int64)
-    state = full_state(model, past, span=span, runtime=runtime) if batch.carry else None
+    state = None
+    if batch.carry:
+        state = full_state(model, past, span=span, runtime=runtime)
 
     def step(state: State) -> State:
         """Return an update, without the projection of parameters, because fake ones have no

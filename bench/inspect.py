@@ -126,7 +126,9 @@ def draw_reach(
         mask = inspections[name].mask
         x = index + (np.arange(heads) + 0.5) / heads * 0.8 - 0.4
         for share, marker, colour, share_name in SHARES:
-            label = f"{share_name} of its attention" if index == 0 else None
+            label = None
+            if index == 0:
+                label = f"{share_name} of its attention"
             ax.plot(x, reach(layer, share), marker, color=colour, markersize=4.5, label=label)
         if mask is not None:
             ends = (mask > 0).sum(dim=1).cpu().numpy()

@@ -76,7 +76,9 @@ def make_entries(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
     entries = []
     for name, plan in plans.items():
         plan.make_model()  # raises for wrong sizes before anything is measured
-        peer = name if name in PACKAGES else None
+        peer = None
+        if name in PACKAGES:
+            peer = name
         command = typed_command("peers")
         task = Task(config=plan.config, peer=peer, command=command)
         entries.append(Entry(name=name, task=task))

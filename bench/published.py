@@ -116,7 +116,9 @@ def results_sections(folder: Path) -> str:
     for title, name, tables, *stages in SECTIONS:
         path = folder / f"{name}.jsonl"
         left = LEFT_COLUMNS.get(title, 1)
-        texts = [to_markdown(table, left=left) for table in tables(path)] if path.exists() else []
+        texts = []
+        if path.exists():
+            texts = [to_markdown(table, left=left) for table in tables(path)]
         body = "\n\n".join(texts) + (missing_note(path, *stages) if stages else "")
         if body:
             sections.append(f"## {title}\n\n{captions[title]}\n\n{body.strip()}")
@@ -264,19 +266,21 @@ def claims_table(runs: pd.DataFrame) -> Table:
             all_seeds = seed_differences(runs, part["variant"], part["baseline"], part["measure"])
             scored = all_seeds.dropna().tolist()
             margin = part.get("margin", 0.0)
-            pooled = None if part["measure"].endswith("%") else bits
+            pooled = bits
+            if part["measure"].endswith("%"):
+                pooled = None
             verdict, interval = judge(
                 scored, expected=part["expected"], margin=margin, pooled=pooled
             )
-            n = (
-                f"{len(scored)}, {all_seeds.isna().sum()} without a score"
-                if all_seeds.hasnans
-                else str(len(scored))
-            )
+            if all_seeds.hasnans:
+                n = f"{len(scored)}, {all_seeds.isna().sum()} without a score"
+            else:
+                n = str(len(scored))
             names = f"`{part['variant']}`, `{part['baseline']}`"
-            expected = (
-                f"-{margin:g} to {margin:g}" if part["expected"] == "equal" else f"below {margin:g}"
-            )
+            if part["expected"] == "equal":
+                expected = f"-{margin:g} to {margin:g}"
+            else:
+                expected = f"below {margin:g}"
             parts.append(["", names, part["measure"], expected, n, interval, verdict])
             verdicts.append(verdict)
         overall = next(
@@ -369,7 +373,9 @@ def recall_tables(path: Path) -> Iterator[Table]:
             (curve,) = (entry for entry in row["record"] if entry.get("kind") == "curve")
             accuracies = zip(curve["bytes_seen"], curve["answer_accuracy"], strict=True)
             learned = [n_bytes for n_bytes, accuracy in accuracies if accuracy >= LEARNED_ACCURACY]
-            never = NOT_LEARNED if best_factor(scores[name]) else "rate at an end"
+            never = "rate at an end"
+            if best_factor(scores[name]):
+                never = NOT_LEARNED
             cells["0.99 from, MB"] = f"{learned[0] / 1e6:.1f}" if learned else never
             cells["LR factor"] = cell_keys(row)[LR_FACTORS[1]]
     ordered = dict(sorted(table.items(), key=lambda row: row[1].get("8 keys", ""), reverse=True))
@@ -422,7 +428,9 @@ def cost_tables(path: Path) -> Iterator[Table]:
     rows = {"stream": read_costs(path, "variant", "length", mode="stream")}
     rows["cold"] = read_costs(path, "variant", "length", "segment", mode="cold")
     for title, (mode, divisor, key) in COST_TABLES.items():
-        missing = "" if rows[mode] else f"No row yet of `python -m bench.cost mode={mode}`."
+        missing = ""
+        if not (rows[mode]):
+            missing = f"No row yet of `python -m bench.cost mode={mode}`."
         yield quantity_table(title, rows[mode], divisor, key, caption=missing)
 
 

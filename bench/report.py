@@ -120,7 +120,9 @@ def runs_csv(runs: pd.DataFrame) -> str:
 def _notes(rows: Rows) -> list[str]:
     """Return what was read, what was omitted, and limitations."""
     kinds = rows.frame["kind"].value_counts()
-    counts = [pluralize(kinds["run"], "finished run")] if "run" in kinds else []
+    counts = []
+    if "run" in kinds:
+        counts = [pluralize(kinds["run"], "finished run")]
     counts += [
         f"{pluralize(kinds[kind], 'row')} of bench.{kind}"
         for kind in BENCH_COMMANDS

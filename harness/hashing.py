@@ -20,11 +20,10 @@ def integer_hash(*keys: int | Sequence[int] | np.ndarray) -> np.ndarray:
     # an array, because its overflow gives no warning, unlike a numpy scalar's
     state = np.zeros(1, np.uint64)
     for key in keys:
-        word = (
-            np.array([key & _MASK_64], np.uint64)
-            if isinstance(key, int)
-            else np.asarray(key).astype(np.uint64)
-        )
+        if isinstance(key, int):
+            word = np.array([key & _MASK_64], np.uint64)
+        else:
+            word = np.asarray(key).astype(np.uint64)
         state = (state + _GOLDEN) ^ word
         state = (state ^ (state >> np.uint64(30))) * _FIRST
         state = (state ^ (state >> np.uint64(27))) * _SECOND

@@ -189,9 +189,10 @@ class LanguageModel(nn.Module):
         stats = {}
         for i, layer in enumerate(self.layers):
             n_done = len(new_states)
-            layer_states = (
-                (None,) * len(layer) if states is None else states[n_done : n_done + len(layer)]
-            )
+            if states is None:
+                layer_states = (None,) * len(layer)
+            else:
+                layer_states = states[n_done : n_done + len(layer)]
             inputs = (layer, x, layer_states, start, collect_stats)
             if self.checkpoint == "layers" and torch.is_grad_enabled():
                 x, outputs = recomputation.checkpoint(_run_layer, *inputs, use_reentrant=False)

@@ -186,7 +186,9 @@ class Model:
         self, prompt: bytes, *, n_bytes: int, seed: int | None = None, **options
     ) -> Iterator[int]:
         """Yield the bytes that ``generate`` returns, each as soon as it is known."""
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        generator = None
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
         tokens = token_ids(prompt, self.symbols, key="prompt")
         continuation = generate(
             self.network, tokens, n_symbols=len(self.symbols), generator=generator, **options

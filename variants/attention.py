@@ -144,7 +144,9 @@ class Attention(MultiHead, OnKernels):
             y = y * self.project(x, "gate")[0].sigmoid()
         if segment.last_key is not None:
             state = self.join_state(state, segment.last_key)
-        loss = self.span.loss(segment.z) if self.training else None
+        loss = None
+        if self.training:
+            loss = self.span.loss(segment.z)
         return SublayerOutput(self.join(y), state, loss, stats)
 
     def project_qkv(self, x: Tensor, start: Tensor, before: Tensor | None = None) -> Segment:
@@ -158,10 +160,14 @@ class Attention(MultiHead, OnKernels):
         if self.key_gain is not None:
             q = self._normed(q, self.query_gain * self.d_head**-0.5)
             k = self._normed(k, self.key_gain)
-        persistent = None if self.persistent is None else Persistent(q, *self.persistent())
+        persistent = None
+        if self.persistent is not None:
+            persistent = Persistent(q, *self.persistent())
         q = self.position.rotate(q, start)
         k = self.position.rotate(k, start)
-        biases = () if self.key_bias is None else self._biases(x)
+        biases = ()
+        if self.key_bias is not None:
+            biases = self._biases(x)
         return Segment(x, q, k, v, start, z, persistent, biases, last_key)
 
     def _attend_window(
@@ -172,11 +178,15 @@ class Attention(MultiHead, OnKernels):
         it."""
         backend = self.chosen_backend(segment.x.device)
         visible = self.span.visible_window(segment.z, self.shift)
-        n_past = None if torch.compiler.is_compiling() else visible.past()
+        n_past = None
+        if not torch.compiler.is_compiling():
+            n_past = visible.past()
         keys = self._visible_keys(segment, state, backend, n_past)
         y = self.attend(backend, segment.q, keys, visible, persistent=segment.persistent)
         with torch.no_grad():
-            stats = self._stats(backend, segment, keys, visible) if collect_stats else None
+            stats = None
+            if collect_stats:
+                stats = self._stats(backend, segment, keys, visible)
             next_state = self._next_state(segment, state, keys, backend, n_past)
         return y, next_state, stats
 
@@ -318,7 +328,9 @@ class Attention(MultiHead, OnKernels):
                 )
             return keys.last(n_past)
         new = segment.x.detach().to(carried_dtype(segment.x))
-        old = None if state is None else state.to(new.dtype)
+        old = None
+        if state is not None:
+            old = state.to(new.dtype)
         if n_past is None:
             if old is None:
                 return new
@@ -374,9 +386,10 @@ class Attention(MultiHead, OnKernels):
         inspection = Inspection(weights_of(sum_values, segment.v), mask=self.span.mask(segment.z))
         if vectors is None and self.sink is None:
             return inspection
-        shares = (
-            inspection.weights[..., :0] if vectors is None else weights_of(sum_vectors, vectors.v)
-        )
+        if vectors is None:
+            shares = inspection.weights[..., :0]
+        else:
+            shares = weights_of(sum_vectors, vectors.v)
         if self.sink is not None:  # it becomes the last entry
             sink_share = 1 - inspection.weights.sum(-1, keepdim=True) - shares.sum(-1, keepdim=True)
             shares = torch.cat([shares, sink_share], dim=-1)

@@ -221,7 +221,9 @@ class OnKernels(Sublayer):
         """Return the object of ``backend`` in the present mode. Outside of compiled graphs, it is
         chosen once."""
         key = (self.wanted_backend, device, self.training)
-        chosen = {} if torch.compiler.is_compiling() else self._chosen
+        chosen = {}
+        if not torch.compiler.is_compiling():
+            chosen = self._chosen
         if key not in chosen:
             chosen[key] = on(device)[self.backend(device, training=self.training)]
         return chosen[key]

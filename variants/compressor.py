@@ -47,7 +47,9 @@ class Compressor(nn.Module):
             sizes = {"none": (2, heads), "heads": (2, 1), "key_value": (1, 1), "layers": (1, 1)}[
                 share
             ]
-            scope = "network" if share == "layers" else "layer"
+            scope = "layer"
+            if share == "layers":
+                scope = "network"
             weights = torch.full((*sizes, ratio), 1 / ratio)
             # E and F
             self.places = context.shared(

@@ -170,7 +170,9 @@ def last(length: int, dim: int, old: Tensor | None, new: Tensor) -> Tensor:
     storage is at most a third larger, so that a state does not hold a whole segment in memory."""
     new = new.detach()
     new_length = min(length, new.shape[dim])
-    old_length = 0 if old is None else min(length - new_length, old.shape[dim])
+    old_length = 0
+    if old is not None:
+        old_length = min(length - new_length, old.shape[dim])
     view = new.narrow(dim, new.shape[dim] - new_length, new_length)
     if old_length:
         return torch.cat(

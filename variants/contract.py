@@ -374,7 +374,9 @@ def check_numbers(least: int, *, null: str = "", **numbers: float | None) -> Non
         null: what the message says about null, ``null for ..``; empty to say nothing."""
     for name, number in numbers.items():
         if number is not None and number < least:
-            alternative = f", or {null}" if null else ""
+            alternative = ""
+            if null:
+                alternative = f", or {null}"
             raise ValueError(f"{name}={number}: allowed are numbers from {least}{alternative}")
 
 

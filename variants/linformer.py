@@ -111,7 +111,9 @@ class Linformer(MultiHead, OnKernels):
         self.blocks = Blocks(ratio, window, context.span, self.shift, top_k)
         self.period = ratio
         self.inner = self.heads * self.d_head
-        self.d_index = d_index if top_k else 0
+        self.d_index = 0
+        if top_k:
+            self.d_index = d_index
         if top_k:
             self.limits = frozenset({"likelihood"})
             self.index_query = nn.Linear(context.d_model, d_index, bias=False)
@@ -120,7 +122,9 @@ class Linformer(MultiHead, OnKernels):
         self.compressor = Compressor(context, kind=compressor, share=share, **sizes)
         self.position = context.position(self.d_head)
         # carried inputs before those of P keys
-        self.extra_rows = self.key_past if self.cache == "hidden" else 0
+        self.extra_rows = 0
+        if self.cache == "hidden":
+            self.extra_rows = self.key_past
 
     def forward(
         self,
@@ -148,10 +152,14 @@ class Linformer(MultiHead, OnKernels):
         if self.d_index:
             index_queries = self.blocks.chunked(self.index_query(x.detach()))
             scores = index_queries @ index_keys.mT * self.d_index**-0.5  # [B, n, Q, G]
-            loss = self._index_loss(q, summaries, scores) if self.training else None
+            loss = None
+            if self.training:
+                loss = self._index_loss(q, summaries, scores)
             summaries = self._select_summaries(summaries, scores.detach())
         y = self._attend(q, keys, summaries)
-        stats = self._stats(q, keys, summaries) if collect_stats else None
+        stats = None
+        if collect_stats:
+            stats = self._stats(q, keys, summaries)
         state = self._next_state(x if self.cache == "hidden" else segment, all_summaries, carried)
         return SublayerOutput(self.join(y), self.join_state(state, last_key), loss, stats)
 
@@ -179,9 +187,9 @@ class Linformer(MultiHead, OnKernels):
         last = (start - phase)[:, None] + ratio * ends - 1
         s = rearrange(s, "B M (H K) -> (B M) H 1 K", H=self.heads)
         s = rearrange(self.position.rotate(s, last.flatten()), "(B M) H 1 K -> B M (H K)", M=count)
-        index_keys = (
-            [self.index_key(rows[..., : self.inner].mean(dim=2).detach())] if self.d_index else []
-        )
+        index_keys = []
+        if self.d_index:
+            index_keys = [self.index_key(rows[..., : self.inner].mean(dim=2).detach())]
         new = torch.cat([s, u, *index_keys], dim=-1)
         return torch.cat(
             [_last_rows(carried.summaries.to(new.dtype), self.blocks.max_visible), new], dim=1

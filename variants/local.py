@@ -46,7 +46,9 @@ class LocalAttention(Attention):
     """Name of M in the configuration."""
 
     def __init__(self, context: LayerContext, *, block: int | None, **heads: Unpack[HeadKeywords]):
-        least = 1 if context.attend_self else 2
+        least = 2
+        if context.attend_self:
+            least = 1
         size = max(least, context.span // 4) if block is None else block
         if not least <= size <= context.span:
             allowed = f"integers from {least} to model.span={context.span}, or null for a quarter"
@@ -95,11 +97,9 @@ class LocalAttention(Attention):
                 self._last_rows(part).to(rows.dtype)
                 for part, rows in zip(state[1:], new, strict=True)
             ]
-            past = (
-                self.reproject_past(*old, segment, self.block - 1, ALL)[:2]
-                if self.cache == "hidden"
-                else old
-            )
+            past = old
+            if self.cache == "hidden":
+                past = self.reproject_past(*old, segment, self.block - 1, ALL)[:2]
             keys, values = (torch.cat(pair, dim=2) for pair in zip(past, segment[2:4], strict=True))
             attend = self._attend_by_phase if is_on_host(phase) else self._attend_by_index
             y = attend(segment.q, keys, values, phase)
@@ -183,8 +183,12 @@ class LocalAttention(Attention):
         outputs = []
         for begin in range(0, rows, size):
             end = block_past + min(begin + size, rows)
-            n_past = block_past + begin if backend.reads_parts else 0
-            old = [PastKV(k[:, :, :n_past], v[:, :, :n_past])] if n_past else []
+            n_past = 0
+            if backend.reads_parts:
+                n_past = block_past + begin
+            old = []
+            if n_past:
+                old = [PastKV(k[:, :, :n_past], v[:, :, :n_past])]
             keys = VisibleKeys(k[:, :, n_past:end], v[:, :, n_past:end], old)
             visible = Window((end,) * self.heads, self.shift)
             outputs.append(attend(backend, q[:, :, begin : begin + size], keys, visible))

@@ -38,7 +38,9 @@ TOP_FRACTION = 1 / 2
 def grown_window(span: int, *, layer: int, n_layers: int) -> int:
     """Return the default w of a layer in keys. It grows by a constant factor from layer to layer,
     and is then rounded. It is at least 2, because a softmax over 1 key gives no gradient."""
-    depth = layer / (n_layers - 1) if n_layers > 1 else 1.0
+    depth = 1.0
+    if n_layers > 1:
+        depth = layer / (n_layers - 1)
     return max(2, round(span * BOTTOM_FRACTION * (TOP_FRACTION / BOTTOM_FRACTION) ** depth))
 
 
@@ -60,7 +62,9 @@ class DilatedWindows(AttentionSpan):
         self.window = window
         self.steps = steps
         self.depth = {"layer": context.layer, "n_layers": context.n_layers}
-        self.follows_model_span = True if window is None else None
+        self.follows_model_span = None
+        if window is None:
+            self.follows_model_span = True
         self.set_span(context.span)
 
     def set_span(self, span: int) -> None:
@@ -105,7 +109,9 @@ class Longformer(Attention):
         default = grown_dilation(layer=context.layer, n_layers=context.n_layers)
         step = default if dilation is None else dilation[context.layer]
         steps = (1,) * (context.heads - dilated_heads) + (step,) * dilated_heads
-        window = None if windows is None else windows[context.layer]
+        window = None
+        if windows is not None:
+            window = windows[context.layer]
         span = partial(DilatedWindows, window=window, steps=steps)
         super().__init__(context, **heads, span=span)
         self.period = step
@@ -202,7 +208,9 @@ def _check_per_layer(
     if numbers is None:
         return
     if len(numbers) != layers or min(numbers) < 1 or max(numbers) > (largest or max(numbers)):
-        allowed = "at least 1" if largest is None else f"from 1 to model.span={largest}"
+        allowed = "at least 1"
+        if largest is not None:
+            allowed = f"from 1 to model.span={largest}"
         raise ValueError(
             f"{name}={list(numbers)}: must be {layers} integers, one for each layer, {allowed}; "
             "or null"

@@ -85,7 +85,9 @@ class Experts(ProductKeyMemory):
     def metrics(self, stats: Stats) -> Metrics:
         """Return the metrics of ``ProductKeyMemory`` that count reads, because factors of
         experts may be negative."""
-        metrics = super().metrics(stats | {"usage_weight": stats["usage_count"]}) if stats else {}
+        metrics = {}
+        if stats:
+            metrics = super().metrics(stats | {"usage_weight": stats["usage_count"]})
         return {name: number for name, number in metrics.items() if name != "kl_weighted_nats"}
 
     def ideal_flops(self) -> int:

@@ -75,7 +75,9 @@ class MultiHead(Sublayer):
             nn.init.zeros_(self.output.weight)
         self.key_shift = KeyShift(self.kv_heads, self.d_head) if key_shift else None
         self.key_past = int(key_shift)  # bytes before a key on which it depends
-        self.shift = 0 if context.attend_self else 1
+        self.shift = 1
+        if context.attend_self:
+            self.shift = 0
         self.cache = context.cache
         self.dropout = context.dropout
         self.dropout_seed = context.dropout_seed

@@ -119,11 +119,9 @@ class NativeSparse(Attention):
         by_blocks = self._attend_blocks(segment.q, all_rows, segment.start, phase)
         gates = rearrange(self.branch_gates(x).sigmoid(), "B T (n H) -> n B H T 1", H=self.heads)
         y = sum(gate * branch for gate, branch in zip(gates, (*by_blocks, by_window), strict=True))
-        stats = (
-            head_stats(y, **dict(zip(BRANCHES, gates[..., 0].detach(), strict=True)))
-            if collect_stats
-            else None
-        )
+        stats = None
+        if collect_stats:
+            stats = head_stats(y, **dict(zip(BRANCHES, gates[..., 0].detach(), strict=True)))
         window_state = self.join_state(window_state, segment.last_key)
         rows = last(self.reach() - self.key_past, 1, past, rows)
         state = (window_state, rows, (phase + x.shape[1]) % self.block)

@@ -90,7 +90,9 @@ class RotaryTables(nn.Module):
     def forward(self, start: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines, ``[B, 1, T, K/2]`` each, from positions ``start [B]`` on."""
         compiling = torch.compiler.is_compiling()
-        tables = {} if compiling else start.__dict__.setdefault("rotary_tables", {})
+        tables = {}
+        if not compiling:
+            tables = start.__dict__.setdefault("rotary_tables", {})
         if (self, length, dtype) not in tables:
             tables[self, length, dtype] = self._make(start, length, dtype)
         return tables[self, length, dtype]

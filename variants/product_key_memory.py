@@ -144,11 +144,10 @@ class SelectSlots(torch.autograd.Function):
 def _blocks(query: Tensor, keys: Tensor) -> list[slice]:
     """Cut the bytes into blocks: on a CPU, blocks with ``SCORES_AT_ONCE`` scores; on other
     devices, a single block."""
-    size = (
-        max(1, SCORES_AT_ONCE // keys[..., 0].numel())
-        if query.device.type == "cpu"
-        else max(1, len(query))
-    )
+    if query.device.type == "cpu":
+        size = max(1, SCORES_AT_ONCE // keys[..., 0].numel())
+    else:
+        size = max(1, len(query))
     return [slice(first, first + size) for first in range(0, len(query), size)]
 
 
@@ -202,7 +201,9 @@ class ProductKeyMemory(Sublayer):
         check_choice(("layer", "batch", "none"), query_norm=query_norm)
         check_choice(("softmax", "relu"), activation=activation)
         check_choice(("layer", "network"), share=share)
-        fewest = 2 if activation == "softmax" else 1
+        fewest = 1
+        if activation == "softmax":
+            fewest = 2
         if not fewest <= top_k <= half_keys:
             sizes = f"half_keys={half_keys} and activation={activation}"
             raise ValueError(

@@ -132,7 +132,9 @@ class Reformer(MultiHead):
                 hashes = torch.cat([state[1], hashes], 3)
             state = kv.detach(), hashes
         y, n_keys = self.attend(kv, factors, hashes)
-        stats = head_stats(y, keys=n_keys, alone=n_keys == 0) if collect_stats else None
+        stats = None
+        if collect_stats:
+            stats = head_stats(y, keys=n_keys, alone=n_keys == 0)
         return SublayerOutput(self.join(y), self.trim(state), stats=stats)
 
     def attend(self, kv: Tensor, factors: Tensor, hashes: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +147,9 @@ class Reformer(MultiHead):
             factors: ``[B, H, T]``; the last T keys times these are scaled queries.
             hashes: the bucket of each key in each round, integers ``[B, H, R, L]``."""
         bias = self.position.bias(kv, self.span)
-        dropout = self.dropout if self.training else 0.0
+        dropout = 0.0
+        if self.training:
+            dropout = self.dropout
         bucket_keys = self.bucket_keys
         reach = self.reach()
         shift = self.shift

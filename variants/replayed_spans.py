@@ -47,7 +47,9 @@ class ReplayedSpans(AdaptiveSpan):
         )
         self.register_buffer("fraction", fraction)
         self.configured_fraction = None if spans is None else fraction.clone()
-        self.follows_model_span = True if spans is None else None
+        self.follows_model_span = None
+        if spans is None:
+            self.follows_model_span = True
         set_shapes(self)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: object) -> None:

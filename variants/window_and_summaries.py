@@ -69,10 +69,12 @@ def by_kernel(
         torch.zeros_like(visible, dtype=dtype) if summary_bias is None else summary_bias.to(dtype)
     )
     summary_bias = summary_bias.masked_fill(~visible, -torch.inf)
-    past = [PastKV(keys.old_k, keys.old_v, past_bias)] if past_rows else []
-    chunk_keys = (
-        ChunkKeys(summaries.k, summaries.v, summary_bias) if summary_bias.shape[-1] else None
-    )
+    past = []
+    if past_rows:
+        past = [PastKV(keys.old_k, keys.old_v, past_bias)]
+    chunk_keys = None
+    if summary_bias.shape[-1]:
+        chunk_keys = ChunkKeys(summaries.k, summaries.v, summary_bias)
     options = {"past": past, "bias": bias, "vectors": vectors, "chunk_keys": chunk_keys, **biases}
     with torch.autocast(q.device.type, enabled=False):
         return window_cpu.attend(
@@ -93,7 +95,9 @@ def by_bands(
     (chunks, size), past_rows = blocks.chunks(q.shape[2]), keys.old_k.shape[2]
     k = torch.cat([keys.old_k, keys.k], dim=2)
     v = torch.cat([keys.old_v, keys.v], dim=2)
-    past_chunks = -(-blocks.window_past // size) if chunks > 1 else 0
+    past_chunks = 0
+    if chunks > 1:
+        past_chunks = -(-blocks.window_past // size)
     if chunks > 1:
         pad = (0, 0, past_chunks * size - past_rows, chunks * size - q.shape[2])
         k = F.pad(k, pad)

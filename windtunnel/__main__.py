@@ -38,7 +38,9 @@ USAGE = "\n".join(
 
 def main() -> None:
     """Run the command that the first argument names. Exit with 2 if there is no such command."""
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    command = "--help"
+    if len(sys.argv) > 1:
+        command = sys.argv[1]
     if command in ("-h", "--help"):
         print(USAGE)
     elif command == "--version":
@@ -58,7 +60,9 @@ def _run(command: str) -> None:
 
         sys.exit(run_verb(sys.argv[1:]))
     del sys.argv[1]
-    module = "train" if command == "train" else f"bench.{command}"
+    module = "train"
+    if command != "train":
+        module = f"bench.{command}"
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -25,7 +25,9 @@ def _bits(row: Mapping, key: str) -> Cell:
     split were scored."""
     star = cells.CAPPED_MARK * bool(row.get(f"capped.{key.partition('_')[0]}"))
     half_width = row.get(f"{key}.half_width")
-    interval = "" if half_width is None else f" ± {half_width:.4f}"
+    interval = ""
+    if half_width is not None:
+        interval = f" ± {half_width:.4f}"
     return cells.fixed(row.get(key), digits=4, mark=star + interval)
 
 

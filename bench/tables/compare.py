@@ -86,7 +86,9 @@ def arms_of(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame
         code = {"source": row["source"]} if timed else comparison.code_version(row)
         code |= {"source": row["source"][:6]} if "source" in code else {}
         # Muon's dtypes
-        products = [] if timed else [group.get("products") for group in row.get("optimizers") or ()]
+        products = []
+        if not timed:
+            products = [group.get("products") for group in row.get("optimizers") or ()]
         facts = {name: row.get(name) for name in ARM_KEYS if name not in without} | {
             "products": products
         }
@@ -147,7 +149,9 @@ def missing_formulas_notes(arms: pd.DataFrame, key: str) -> list[str]:
     for operator, names in sorted(
         arms_by_operator.items(), key=lambda entry: (-len(entry[1]), entry[0])
     ):
-        only = "" if names == all_arms else f" ({join_words(sorted(names), limit=3)})"
+        only = ""
+        if names != all_arms:
+            only = f" ({join_words(sorted(names), limit=3)})"
         texts.append(operator + only)
     note = f"Executed FLOPs leave out operators without a formula: {', '.join(texts)}."
     if texts:
@@ -185,19 +189,17 @@ def protocol_words(rows: Sequence[dict]) -> str:
         sorted({row["protocol"][key] for row in rows}) for key in ("span", "context")
     )
     span = spans[0] if len(spans) == 1 else f"{spans[0]} to {spans[-1]}, as each row's model has it"
-    scored = (
-        f"the first {protocol['bytes']:,} bytes of a split"
-        if protocol.get("bytes")
-        else "every byte of a split"
-    )
+    scored = "every byte of a split"
+    if protocol.get("bytes"):
+        scored = f"the first {protocol['bytes']:,} bytes of a split"
     n_bytes = protocol["selection_bytes"]
-    selection = (
-        f"the last {n_bytes:,} bytes of valid (at most half)"
-        if n_bytes
-        else "the second half of valid"
-    )
+    selection = "the second half of valid"
+    if n_bytes:
+        selection = f"the last {n_bytes:,} bytes of valid (at most half)"
     context = " to ".join(f"{n:,}" for n in dict.fromkeys((contexts[0], contexts[-1])))
-    order = f"; windows of training in the order {protocol['order']}" if "order" in protocol else ""
+    order = ""
+    if "order" in protocol:
+        order = f"; windows of training in the order {protocol['order']}"
     return (
         f"{scored} is scored once, except {selection}, which select the weights; "
         f"{pluralize(protocol['streams'], 'stream')} with carried state, each after {context} "
@@ -211,7 +213,9 @@ def environment_words(row: dict) -> str:
     """Return the environment of a row as text, for captions."""
     machine = row.get("machine") or {}
     kind = row["device_kind"]
-    cores = f" on {pluralize(machine['cores'], 'core')}" if machine.get("cores") else ""
+    cores = ""
+    if machine.get("cores"):
+        cores = f" on {pluralize(machine['cores'], 'core')}"
     device = f"{row['device']} ({kind}), {pluralize(row['threads'], 'thread')}{cores}"
     if (row.get("processes") or 1) > 1:
         device = f"{row['processes']} processes on {device} each"

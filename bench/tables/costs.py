@@ -59,7 +59,9 @@ def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
         shown = [row.dropna().to_dict() for _, row in arms.iterrows()]
         shown.sort(key=lambda row: (row["length"], *_name(row)))
         row = frame["row"].iloc[-1]
-        segment = f", segment {row['segment']}" if row["mode"] == "stream" else ""
+        segment = ""
+        if row["mode"] == "stream":
+            segment = f", segment {row['segment']}"
         streams = pluralize(row["streams"], "stream")
         notes = compare.commit_notes(newest["row"])
         if n_older := len(frame) - len(newest):
@@ -98,9 +100,9 @@ def peer_tables(rows: Sequence[dict]) -> Iterator[Table]:
             key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0))
         )
         row = frame["row"].iloc[-1]
-        reference = (
-            f" Relative speeds are to {row['relative_to']}." if row.get("relative_to") else ""
-        )
+        reference = ""
+        if row.get("relative_to"):
+            reference = f" Relative speeds are to {row['relative_to']}."
         failed = [f"{row['name']}: {_reason(row)}." for row in shown if row["status"] != "measured"]
         yield make_table(
             shown,

@@ -68,14 +68,18 @@ def estimate_mean(numbers: Sequence[float], pooled: Pooled | None = None) -> Est
     ``pooled`` one."""
     n = len(numbers)
     mean = math.fsum(numbers) / n
-    variance = math.fsum((number - mean) ** 2 for number in numbers) / (n - 1) if n > 1 else 0.0
+    variance = 0.0
+    if n > 1:
+        variance = math.fsum((number - mean) ** 2 for number in numbers) / (n - 1)
     freedom = n - 1
     if pooled and pooled.freedom and variance <= OWN_VARIANCE_RATIO * pooled.variance:
         variance, freedom = pooled
     if not freedom:
         return Estimate(n=n, mean=mean, half_width=None, p=None, freedom=None)
     standard_error = math.sqrt(variance / n)
-    t = math.inf if mean else 0.0
+    t = 0.0
+    if mean:
+        t = math.inf
     if standard_error:
         t = abs(mean) / standard_error
     p = 2 * (1 - t_below(t, freedom=freedom))

@@ -88,7 +88,9 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     if not rows or not costs:
         return
     styles = variant_styles(row["variant"] for row in rows)
-    machine = _machine(last) if len(costs) > 1 else ""
+    machine = ""
+    if len(costs) > 1:
+        machine = _machine(last)
     title = "Bits per byte against cost"
     figure, axes = panels(
         1,
@@ -99,7 +101,9 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
         subtitle=f"{data_words(arms['row'])}\n{machine}".strip(),
     )
     for ax, (label, key) in zip(axes, costs.items(), strict=True):
-        divisor = MIB if "MiB" in label else 1.0
+        divisor = 1.0
+        if "MiB" in label:
+            divisor = MIB
         for row in rows:
             style = styles[row["variant"]]
             bits = row["runs"][f"{split}_{BITS}"]
@@ -168,7 +172,9 @@ def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
     valid during training."""
     rows = pd.DataFrame([row for record in records for row in record if not row.get("final")])
     rows = rows.reindex(columns=["kind", "bytes_seen", "bits_per_byte"]).dropna()
-    kind = "valid" if (rows["kind"] == "valid").any() else "train"
+    kind = "train"
+    if (rows["kind"] == "valid").any():
+        kind = "valid"
     means = rows[rows["kind"] == kind].groupby("bytes_seen")["bits_per_byte"].mean()
     return means.iloc[:: 1 + len(means) // MAX_POINTS]
 
@@ -207,7 +213,9 @@ def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
     figure, axes = panels(2, 2, width=13.5, height=height, title=title, subtitle=subtitle)
     for ax, (label, key) in zip(axes, CONTEXT_COSTS.items(), strict=True):
         costs = rows[key].dropna() if key in rows else pd.Series(dtype=float)
-        divisor = MIB if "MiB" in label else 1.0
+        divisor = 1.0
+        if "MiB" in label:
+            divisor = MIB
         for line, group in points.groupby("line", sort=False):
             style = styles[group["variant"].iloc[0]] | {
                 "linestyle": line_styles[group["label"].iloc[0]]
@@ -234,5 +242,7 @@ def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
 
 
 def _machine(row: dict) -> str:
-    compiled = ", compiled" if row["compile"] else ""
+    compiled = ""
+    if row["compile"]:
+        compiled = ", compiled"
     return f"{row['device']}, {row['threads']} threads, {precision_word(row)}{compiled}"

@@ -120,14 +120,18 @@ class Rows:
         self.frame = frame_of([*runs, *self._command_rows])
 
     def _refuse(self, path: Path, reasons: Sequence[str]) -> None:
-        more = f" (and {len(reasons) - 1} more lines)" if len(reasons) > 1 else ""
+        more = ""
+        if len(reasons) > 1:
+            more = f" (and {len(reasons) - 1} more lines)"
         self.omitted += [f"refused: {path}: {reason}{more}" for reason in reasons[:1]]
 
     def _read_run(self, folder: Path) -> None:
         """Add the finished run of a folder, or the reason why it is not shown."""
         files = [folder / name for name in (RECORD, SUMMARY)]
         record, reasons = read_accepted_rows(files[0], check=_run_row_error)
-        provenance = record[0] if record and record[0].get("kind") == "provenance" else None
+        provenance = None
+        if record and record[0].get("kind") == "provenance":
+            provenance = record[0]
         check = partial(_summary_error, provenance=provenance)
         summaries, refused = read_accepted_rows(files[1], check=check)
         summary = summaries[0] if summaries else {"status": "no summary yet"}

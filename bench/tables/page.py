@@ -102,7 +102,9 @@ def _table(table: Table) -> str:
 
 def _heading(column: Column) -> str:
     """Return the heading of a column, with a button that sorts the table."""
-    number = ' class="number"' if column.numeric else ""
+    number = ""
+    if column.numeric:
+        number = ' class="number"'
     heading = escape(column.heading)
     return (
         f'<th scope="col"{number}><button '
@@ -119,10 +121,14 @@ def _row(row: Sequence[Cell], columns: Sequence[Column]) -> str:
 def _cell(cell: Cell, column: Column) -> str:
     """Return a cell's HTML after ``<td`` or ``<th``, without the closing tag: attributes, ``>`` and
     the text."""
-    style = ' class="long"' if len(cell.text) >= LONG else ""
+    style = ""
+    if len(cell.text) >= LONG:
+        style = ' class="long"'
     style = ' class="number"' if column.numeric else style
     measured = cell.value is not None and math.isfinite(cell.value)
-    number = f' data-value="{float(cell.value)!r}"' if measured else ""
+    number = ""
+    if measured:
+        number = f' data-value="{float(cell.value)!r}"'
     return f"{style}{number}>{escape(cell.text)}"
 
 

@@ -71,7 +71,9 @@ def basis(arms: pd.DataFrame) -> tuple[str, str | None]:
     each seed, else valid; and the reference: the best arm on valid of the shipped variant that
     ``variants.yaml`` names. It is None without another arm that has a score."""
     scored = arms[arms[f"valid_{BITS}"].notna()]
-    split = "test" if len(scored) and scored[f"test_{BITS}"].notna().all() else "valid"
+    split = "valid"
+    if len(scored) and scored[f"test_{BITS}"].notna().all():
+        split = "test"
     shipped = scored[(scored["variant"] == REFERENCE) & scored["row"].map(is_shipped).astype(bool)]
     if scored["arm"].nunique() < 2 or shipped.empty:
         return split, None

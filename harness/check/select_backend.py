@@ -129,9 +129,9 @@ def candidates(plan: Plan, runtime: Runtime) -> tuple[list[str], Plan]:
         for name in preferred
         if name != PLAIN and all(name in backends for backends in offers.values())
     ]
-    small = (
-        reduce_depth(plan, sublayers=offers.keys(), max_span=sum(SEGMENTS) // 2) if common else plan
-    )
+    small = plan
+    if common:
+        small = reduce_depth(plan, sublayers=offers.keys(), max_span=sum(SEGMENTS) // 2)
     return common, dataclasses.replace(small, runtime=plan.runtime)
 
 
@@ -188,5 +188,7 @@ def agreement(
 
     expected = logits_and_gradients(reference.double().train(), tokens, segments)
     actual = outcome_of(plan, runtime)
-    plain = None if rounding is None else outcome_of(host_plan, rounding)
+    plain = None
+    if rounding is not None:
+        plain = outcome_of(host_plan, rounding)
     return compare(actual, expected, tolerance=tolerance, plain=plain)

@@ -140,8 +140,12 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
         print("\r\x1b[K", end="", file=sys.stderr)  # clears a line that shows progress
     if not has_message or os.environ.get(TRACE_VARIABLE) not in (None, "", "0"):
         traceback.print_exception(error)
-    message = f": {explain(error) or type(error).__name__}" if has_message else ""
-    suffix = f" (in the job {' '.join(job)})" if job else ""
+    message = ""
+    if has_message:
+        message = f": {explain(error) or type(error).__name__}"
+    suffix = ""
+    if job:
+        suffix = f" (in the job {' '.join(job)})"
     if message or suffix:
         print(f"error{message}{suffix}", file=sys.stderr)
     error.already_printed = stderr_file
@@ -193,7 +197,9 @@ def _explain(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = error.missing_cfg_file.rpartition("/")
-        hint = "; pip install -e '.[sweep]' installs more" if group == "hydra/launcher" else ""
+        hint = ""
+        if group == "hydra/launcher":
+            hint = "; pip install -e '.[sweep]' installs more"
         nearest = did_you_mean(name, error.options)
         return (
             f"{group}={name}: no such choice{nearest}; allowed are {', '.join(error.options)}{hint}"
@@ -208,11 +214,9 @@ def _explain(error: Exception) -> str:
         cause, ConfigAttributeError | ConfigKeyError
     ):
         override = str(error).partition("use +")[2] or cause.full_key
-        names = (
-            [str(name) for name in cause.parent_node or ()]
-            if isinstance(cause.parent_node, DictConfig)
-            else []
-        )
+        names = []
+        if isinstance(cause.parent_node, DictConfig):
+            names = [str(name) for name in cause.parent_node or ()]
         paths = []
         # at the top, add the groups: those that are null by default are no keys
         if cause.full_key == cause.key:
@@ -244,7 +248,9 @@ def _explain(error: Exception) -> str:
 
 def _paths(section: dict, key: str) -> list[str]:
     """Return the dotted paths at which a nested section has ``key``."""
-    paths = [key] if key in section else []
+    paths = []
+    if key in section:
+        paths = [key]
     nested = (
         (name, node) for name, node in section.items() if isinstance(node, dict) and name != "hydra"
     )

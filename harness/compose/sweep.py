@@ -82,7 +82,9 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
         *filter(None, [os.environ.get("PYTHONPATH")]),
     ]
     one_by_one = launcher_name == "basic"
-    template = f"job {{}} of {len(jobs)}: " if one_by_one else ""
+    template = ""
+    if one_by_one:
+        template = f"job {{}} of {len(jobs)}: "
     variables = {"PYTHONPATH": os.pathsep.join(paths), JOB: template}
     is_training = config.hydra.job.name == "train"
     if is_training and config.record.wandb.group is None:

@@ -163,18 +163,17 @@ class _Counter(TorchDispatchMode):
         output = func(*args, **kwargs)
         # The name of aten.add_.Tensor is "add"; operations of other libraries keep the library's
         # prefix.
-        name = (
-            func._schema.name.removeprefix("aten::").removesuffix("_")
-            if is_overload
-            else func.name()
-        )
+        if is_overload:
+            name = func._schema.name.removeprefix("aten::").removesuffix("_")
+        else:
+            name = func.name()
         packet = getattr(func, "_overloadpacket", func)
         if packet not in self.torch_formulas and func.namespace == "aten":
             packet = getattr(torch.ops.aten, name, packet)  # of the out-of-place form
         # A product of two complex numbers has four real products.
-        factor = (
-            4 if isinstance(output, Tensor) and output.is_complex() and "fft" not in name else 1
-        )
+        factor = 1
+        if isinstance(output, Tensor) and output.is_complex() and "fft" not in name:
+            factor = 4
         if name in FORMULAS:
             names = [argument.name for argument in func._schema.arguments]
             self.total += factor * FORMULAS[name](dict(zip(names, args, strict=False)) | kwargs)
@@ -268,7 +267,10 @@ def _factorisation(a: Arguments, *, cubes: float, right: float = 0) -> int:
     """Return n^3 operations ``cubes`` times for each matrix, and n^2 ``right`` times for each
     column of a right side."""
     matrix = a["A"] if "A" in a else a["self"]
-    columns = a["B"].numel() if "B" in a else 0  # n for each column
+    # n for each column
+    columns = 0
+    if "B" in a:
+        columns = a["B"].numel()
     return round(cubes * matrix.numel() * matrix.shape[-1] + right * columns * matrix.shape[-1])
 
 

@@ -58,7 +58,9 @@ def compare_ideal(
         if sublayer.ideal_flops() < MIN_RATIO * sublayer_flops:
             sublayer.wanted_backend = "plain"
             sublayer_flops = min(sublayer_flops, executed_by(name))
-        ratio = sublayer.ideal_flops() / sublayer_flops if sublayer_flops else 1.0
+        ratio = 1.0
+        if sublayer_flops:
+            ratio = sublayer.ideal_flops() / sublayer_flops
         line = f"{name}: ideal is {ratio:.2g} of {sublayer_flops:,.0f} executed per byte"
         if ratio < MIN_RATIO and LIMIT not in sublayer.limits:
             yield (

@@ -113,11 +113,9 @@ class PeakMemory:
 def high_water_bytes() -> int:
     """Return the peak resident memory of this process since its start, or since its high-water mark
     was reset."""
-    mark = (
-        re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
-        if STATUS.exists()
-        else None
-    )
+    mark = None
+    if STATUS.exists():
+        mark = re.search(r"^VmHWM:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
     if mark:
         return int(mark[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

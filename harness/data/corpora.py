@@ -79,8 +79,12 @@ class Corpus:
         """Return for each label, which targets of a part, uint8 ``[n]``, are answers of this kind:
         bool ``[n - 1]``, or ``[n]`` for whole sequences."""
         find = self.generated.answers
-        answers = find(self._bytes(part), **self.options) if find else {}
-        first_target = 0 if self.sequence else 1
+        answers = {}
+        if find:
+            answers = find(self._bytes(part), **self.options)
+        first_target = 1
+        if self.sequence:
+            first_target = 0
         return {label: torch.from_numpy(mask[first_target:]) for label, mask in answers.items()}
 
     def repeat_masks(self, part: Tensor) -> dict[str, Tensor]:
@@ -217,7 +221,9 @@ def _read(
     """Return the bytes, the corpus's name, and if ``fallback`` was read, the error that made it
     necessary."""
     if name in GENERATED:
-        length = [options.pop("bytes")] if "bytes" in options else []
+        length = []
+        if "bytes" in options:
+            length = [options.pop("bytes")]
         return GENERATED[name].stream(*length, **options), name, None
     if name == "stdlib":
         return read_stdlib(), name, None
@@ -264,7 +270,9 @@ def _to_token_ids(
     token id is the byte itself; with a smaller one, token ids number the different bytes of the
     corpus in order."""
     symbols = bytes(range(256))
-    dropped = b"\n" if drop_newlines else b""
+    dropped = b""
+    if drop_newlines:
+        dropped = b"\n"
     if vocabulary < 256:
         symbols = bytes(byte for byte in np.unique(content).tolist() if byte not in dropped)
         if len(symbols) > vocabulary:

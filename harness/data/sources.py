@@ -133,7 +133,9 @@ def read_published(name: str, path: str | None) -> np.ndarray:
     OSError if it cannot be downloaded."""
     corpus = PUBLISHED[name]
     download_name = PUBLISHED[name].part_of or name
-    remedy = "data=file reads any file" if path else "remove it, and it will be downloaded again"
+    remedy = "remove it, and it will be downloaded again"
+    if path:
+        remedy = "data=file reads any file"
     path = path or str(fetch(download_name))
     content = read_path(path)
     if corpus.part_of and len(content) == PUBLISHED[download_name].n_bytes:
@@ -324,7 +326,9 @@ def download(url: str, target: Path) -> None:
 
 def _fetch_rest(url: str, part: Path) -> bool:
     """Append the missing bytes to ``part``. Returns whether it is complete afterwards."""
-    size = part.stat().st_size if part.exists() else 0
+    size = 0
+    if part.exists():
+        size = part.stat().st_size
     headers = {"User-Agent": "attention-windtunnel"}
     if size:
         headers["Range"] = f"bytes={size}-"

@@ -47,11 +47,9 @@ ALLOCATORS = {
 @cache
 def cpu_name() -> str:
     """Return the CPU's name and model numbers; in clouds, different CPUs share a name."""
-    lines = (
-        CPUINFO.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
-        if CPUINFO.exists()
-        else []
-    )
+    lines = []
+    if CPUINFO.exists():
+        lines = CPUINFO.read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
     fields = {key.strip(): text.strip() for key, _, text in (line.partition(":") for line in lines)}
     name = fields.get("model name") or platform.processor() or platform.machine()
     if sys.platform == "darwin":

@@ -50,11 +50,9 @@ class ProcessGroup(Launch):
     def connect(self) -> None:
         """Make torch's process group, with NCCL for tensors on a GPU and gloo for others.
         ProcessLost if that fails."""
-        backend = (
-            "cpu:gloo,cuda:nccl"
-            if torch.cuda.is_available() and dist.is_nccl_available()
-            else "gloo"
-        )
+        backend = "gloo"
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            backend = "cpu:gloo,cuda:nccl"
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=LONG_TIMEOUT))
             # the store has keys of an earlier start

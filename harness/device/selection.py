@@ -76,12 +76,14 @@ def resolve_auto(settings: RuntimeSettings) -> RuntimeSettings:
     precision = settings.precision
     compile = settings.compile
     if precision == "auto":
-        precision = (
-            "bfloat16" if machine.has_native_bfloat16(device_of(settings.device)) else "float32"
-        )
+        precision = "float32"
+        if machine.has_native_bfloat16(device_of(settings.device)):
+            precision = "bfloat16"
     if compile == "auto":
         on_gpu = device_of(settings.device).type == "cuda"
-        missing = machine.missing_for_compile() if on_gpu else None
+        missing = None
+        if on_gpu:
+            missing = machine.missing_for_compile()
         compile = on_gpu and missing is None
         if missing:
             print(f"runtime.compile=auto: not compiled, because {missing} is not installed")

@@ -24,7 +24,9 @@ class Launch(NamedTuple):
         if self.world_size == 1:
             return ("python",)
         machines = self.world_size // self.local_world_size
-        nodes = (f"--nnodes={machines}",) if machines > 1 else ()
+        nodes = ()
+        if machines > 1:
+            nodes = (f"--nnodes={machines}",)
         return ("torchrun", *nodes, f"--nproc-per-node={self.local_world_size}")
 
 

@@ -21,7 +21,9 @@ def distribute(
         model, processes, model.residuals(), ignored=unsharded_parameters(model), shard=shard
     )
     optimizers.distributed = distributed
-    optimizers.sharded_parameters = distributed if distributed.dtensors else None
+    optimizers.sharded_parameters = None
+    if distributed.dtensors:
+        optimizers.sharded_parameters = distributed
 
 
 def unsharded_parameters(model: LanguageModel) -> set[nn.Parameter]:
@@ -31,7 +33,9 @@ def unsharded_parameters(model: LanguageModel) -> set[nn.Parameter]:
     gradients."""
     units_of: dict[nn.Parameter, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        unit = name.split(".")[:3] if name.startswith("layers.") else []
+        unit = []
+        if name.startswith("layers."):
+            unit = name.split(".")[:3]
         units_of.setdefault(parameter, set()).add(".".join(unit))
     tables = {
         getattr(sublayer, name) for _, sublayer in model.sublayers() for name in sublayer.tables

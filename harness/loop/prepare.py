@@ -80,7 +80,9 @@ def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGr
             device_runtime = configure_torch(plan.runtime, processes=processes)
         record = run_folder.path / RECORD
         rows, _ = processes.on_main(lambda: read_accepted_rows(record, first_line=True))
-        row = rows[0] if rows and run_folder.checkpoint else {}
+        row = {}
+        if rows and run_folder.checkpoint:
+            row = rows[0]
         if device_runtime.is_asynchronous:
             display.phase("comparing the kernels with plain PyTorch")
         plan = with_backend(plan, device_runtime, recorded_choice=row.get("backend_choice"))

@@ -134,7 +134,9 @@ class Run:
             origin = summary.run_origin(trainer, self.folder.identity, command=self.command)
             stack.enter_context(record_errors(plan, self.folder, to_json(origin), self._processes))
             is_resumed = self._restore()
-            task = f"resuming at {trainer.state.spent.bytes:,} bytes" if is_resumed else "training"
+            task = "training"
+            if is_resumed:
+                task = f"resuming at {trainer.state.spent.bytes:,} bytes"
             device = f"{origin.device}, {trainer.backend}, {trainer.runtime.precision}"
             device += ", compiled" if trainer.runtime.compile else ""
             self._display.print(
@@ -292,9 +294,10 @@ class Run:
             # The first weights are saved even with a score of NaN, because the final scores need
             # weights.
             if score.bits_per_byte < state.best_bits or state.best_bits == math.inf:
-                state.best_bits = (
-                    score.bits_per_byte if score.bits_per_byte < math.inf else math.inf
-                )
+                if score.bits_per_byte < math.inf:
+                    state.best_bits = score.bits_per_byte
+                else:
+                    state.best_bits = math.inf
                 self._save_best()
 
     def _save_best(self) -> None:
@@ -348,7 +351,9 @@ class Run:
 
     def exit_by_signal(self) -> None:
         """Print the command that resumes the run, and exit with the signal's exit code."""
-        command = "the same command without force=true" if self.plan.force else "the same command"
+        command = "the same command"
+        if self.plan.force:
+            command = "the same command without force=true"
         self.print(
             f"stopped at {self.trainer.state.spent.bytes:,} bytes; {command} resumes the run: "
             f"{self.command}"

@@ -69,7 +69,9 @@ class Future(NamedTuple):
         """Return the keys of a row. Of the places at which a prediction could see later bytes, a
         share above ``missed_share`` would have been found with a probability of 95% (the rule of
         three)."""
-        missed_share = min(1.0, 3 / self.cuts) if self.cuts else 1.0
+        missed_share = 1.0
+        if self.cuts:
+            missed_share = min(1.0, 3 / self.cuts)
         counts = {"future_cuts": self.cuts, "future_changed": self.changed}
         return counts | {"future_nats": self.max_nats, "future_missed_share": missed_share}
 
@@ -154,11 +156,9 @@ def score_stream(
             context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment
         )
     make = segments if pairs is None else partial(samples, pairs=pairs)
-    batches = (
-        make(split, context=context, **layout)
-        if len(range(streams)[shard_slice(streams, shard)])
-        else ()
-    )
+    batches = ()
+    if len(range(streams)[shard_slice(streams, shard)]):
+        batches = make(split, context=context, **layout)
     first = context // segment
     check = CausalityCheck(
         future_seed,
@@ -271,7 +271,10 @@ def _score(
         predicted.append(torch.stack([nats, correct], dim=-1))
         masks.append(mask)
         stats = add_stats(stats, batch_stats)
-    dim = 1 if carry else 0  # batches continue the same streams, or have further windows
+    # batches continue the same streams, or have further windows
+    dim = 0
+    if carry:
+        dim = 1
     scored = torch.cat(predicted, dim)[torch.cat(masks, dim)] if predicted else torch.empty(0, 2)
     if processes.world_size > 1:
         stats = {
@@ -320,7 +323,9 @@ class CausalityCheck:
         self.changes = [torch.empty(0)]  # absolute changes of nats, other than 0
         scored = range(len(batches))[first:] or range(len(batches))
         passes = range(-(-cuts // rows))
-        draws = integer_hash(_BATCH_KEY, seed, passes) if scored and seed is not None else ()
+        draws = ()
+        if scored and seed is not None:
+            draws = integer_hash(_BATCH_KEY, seed, passes)
         self.passes_of_batch = Counter(scored[int(draw) % len(scored)] for draw in draws)
 
     def compare(
@@ -352,7 +357,9 @@ class CausalityCheck:
         """Return what later bytes changed in this process's streams, without noise."""
         changes = torch.cat(self.changes)
         changes = changes[~(changes <= min(NOISE_FACTOR * self.noise, self.max_noise))].double()
-        largest = changes.max().item() if len(changes) else 0.0
+        largest = 0.0
+        if len(changes):
+            largest = changes.max().item()
         return Future(self.cuts, len(changes), largest, changes.sum().item())
 
 

@@ -141,7 +141,9 @@ def random_state() -> dict[str, object]:
     """Return the state of each generator of this process; None for an unused GPU, where reading
     the state would allocate memory."""
     name, keys, *rest = numpy.random.get_state()
-    accelerator = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    accelerator = None
+    if torch.cuda.is_initialized():
+        accelerator = torch.cuda.get_rng_state()
     return {
         "torch": torch.get_rng_state(),
         "accelerator": accelerator,

@@ -37,7 +37,9 @@ def train_step(
         inputs, targets: token ids, int64 ``[B, T]``, with their carried ``state``.
         fraction: the spent fraction of the budget, for the schedule."""
     processes = runtime.processes
-    distributed = optimizers.distributed if optimizers else None
+    distributed = None
+    if optimizers:
+        distributed = optimizers.distributed
     forward = forward or runtime.forward(model)
     model.train()
     nats = 0.0

@@ -42,7 +42,9 @@ def origin(
     # Golden numbers pin only committed code. Rows without a version are pooled only if their source
     # is equal.
     pinned = not plan.trust and not str(code).endswith("-dirty")
-    version = plan.config["variant"].get("numerics") if pinned else None
+    version = None
+    if pinned:
+        version = plan.config["variant"].get("numerics")
     return Origin(
         format=FORMAT,
         variant=plan.variant,
@@ -164,7 +166,9 @@ def _cuts(trainer: Trainer, n_bytes: int) -> tuple[int, int]:
     ``MIN_CUTS``. The backward pass counts twice."""
     e = trainer.plan.eval
     splits = len(trainer.splits)
-    window_share = scoring.WINDOW_CUTS_SHARE if e.windows else 0.0
+    window_share = 0.0
+    if e.windows:
+        window_share = scoring.WINDOW_CUTS_SHARE
     bytes_per_cut = e.segment * (1 - window_share) + scoring.WINDOWS[1] * window_share
     run_bytes = 3 * trainer.state.spent.bytes + splits * n_bytes * (3 if e.windows else 1)
     affordable = int(scoring.CUTS_SHARE * run_bytes / (splits * bytes_per_cut))

@@ -121,7 +121,9 @@ class Trainer:
             (self.runtime.to_host(self.optimizers.found_inf), index, self._learning_rate)
         )
         self._check_steps(skip_last=1)
-        state.carried = carried if self.plan.batch.carry else None
+        state.carried = None
+        if self.plan.batch.carry:
+            state.carried = carried
         if self._budget_in_seconds:
             self.runtime.synchronise()
         seconds = time.perf_counter() - began - compiling.seconds
@@ -175,7 +177,9 @@ class Trainer:
 
     def _diverge(self, message: str) -> None:
         """Raise Diverged in all processes; the main process prints it."""
-        clip = "" if self.optimizers.clip is None else f" or optim.clip={self.optimizers.clip:g}"
+        clip = ""
+        if self.optimizers.clip is not None:
+            clip = f" or optim.clip={self.optimizers.clip:g}"
         with self.runtime.processes.fail_together():
             if self.runtime.processes.is_main:
                 raise Diverged(f"{message}. Lower optim.lr={self.optimizers.lr:g}{clip}")
@@ -316,7 +320,9 @@ class Trainer:
                 m for m in sublayer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
             ]
             if norms or "streams_apart" in sublayer.limits:
-                cause = type(norms[0]).__name__ if norms else "streams that influence each other"
+                cause = "streams that influence each other"
+                if norms:
+                    cause = type(norms[0]).__name__
                 raise ValueError(
                     f"variant={self.plan.variant}: {name} has {cause}, and each of {n_processes} "
                     "processes sees only a part of the batch; allowed are one process, or a norm "

@@ -37,7 +37,9 @@ class ClippedAdagrad(Optimizer):
                     continue
                 state = self.state[parameter]
                 total = state["sum"] = state["sum"] if state else torch.zeros_like(parameter)
-                sparse = parameter.grad.coalesce() if parameter.grad.is_sparse else None
+                sparse = None
+                if parameter.grad.is_sparse:
+                    sparse = parameter.grad.coalesce()
                 gradient = parameter.grad if sparse is None else sparse.values()
                 if found_inf is not None:
                     gradient.masked_fill_(found_inf.bool(), 0.0)

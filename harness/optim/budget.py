@@ -82,15 +82,20 @@ class Schedule:
     def factor(self, fraction: float, *, step: int) -> float:
         """Return the factor for optimizer step ``step``, counted from 0, at this spent ``fraction``
         of the budget."""
-        by_fraction = fraction / self.warmup_fraction if self.warmup_fraction else 1.0
-        by_steps = (step + 1) / self.warmup_steps if self.warmup_steps else 1.0
+        by_fraction = 1.0
+        if self.warmup_fraction:
+            by_fraction = fraction / self.warmup_fraction
+        by_steps = 1.0
+        if self.warmup_steps:
+            by_steps = (step + 1) / self.warmup_steps
         warmup = min(1.0, by_fraction, by_steps)
         if self.decay == "constant" or not self.decay_fraction:
             return warmup
         progress = min(
             1.0, max(0.0, (fraction - (1.0 - self.decay_fraction)) / self.decay_fraction)
         )
-        decay = (
-            1.0 - progress if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-        )
+        if self.decay == "linear":
+            decay = 1.0 - progress
+        else:
+            decay = 0.5 * (1.0 + math.cos(math.pi * progress))
         return warmup * (self.floor + (1.0 - self.floor) * decay)

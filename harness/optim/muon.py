@@ -97,7 +97,9 @@ class Muon(torch.optim.Optimizer):
         """Update every parameter that has a gradient, unless ``found_inf`` is 1. If each process
         has some rows of every matrix, the matrices are gathered, and each process computes all
         products."""
-        sharded = self.sharded_parameters.dtensors if self.sharded_parameters else {}
+        sharded = {}
+        if self.sharded_parameters:
+            sharded = self.sharded_parameters.dtensors
         for group in self.param_groups:
             batches = defaultdict(list)
             for parameter in group["params"]:

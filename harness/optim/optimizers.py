@@ -76,7 +76,9 @@ class Optimizers:
         for dense, sparse in gradients.values():
             gradient_of |= dense | sparse
         self._find_inf([*gradient_of.values()] if loss is None else [loss, *gradient_of.values()])
-        sharded = self.sharded_parameters.dtensors if self.sharded_parameters else ()
+        sharded = ()
+        if self.sharded_parameters:
+            sharded = self.sharded_parameters.dtensors
         self._clip(gradients, sharded={gradient_of[p] for p in sharded if p in gradient_of})
         factor = self.schedule.factor(fraction, step=self.steps)
         for name, optimizer in self.optimizers.items():

@@ -147,7 +147,9 @@ def assign(
         is_layer_matrix = parameter in linears and any(
             alias.startswith("layers.") for alias in aliases
         )
-        run_group = "matrices" if is_layer_matrix and matrices is not None else "default"
+        run_group = "default"
+        if is_layer_matrix and matrices is not None:
+            run_group = "matrices"
         members[group_of.get(parameter, run_group)][aliases[0]] = parameter
     assigned = []
     for name, parameters in members.items():

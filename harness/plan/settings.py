@@ -196,7 +196,9 @@ def check_keys(
     ``required`` ones (default: all)."""
     if not isinstance(node, Mapping):
         raise ValueError(f"{key}={node}: must be a section with the keys {', '.join(names)}")
-    prefix = f"{key}." if key else ""
+    prefix = ""
+    if key:
+        prefix = f"{key}."
     for name, setting in node.items():
         if name not in names:
             nearest = did_you_mean(str(name), names, prefix=prefix)

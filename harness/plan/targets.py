@@ -88,7 +88,9 @@ def constructor_schema(cls: type, *, key: str) -> dict[str, tuple[object, bool]]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     class_name = f"{cls.__module__}.{cls.__name__}"
     if base and (not parameters or parameters[0].kind not in positional):
-        first = "the parameters" if base is torch.optim.Optimizer else "a LayerContext"
+        first = "a LayerContext"
+        if base is torch.optim.Optimizer:
+            first = "the parameters"
         raise ValueError(f"{key}._target_: the constructor of {class_name} must take {first} first")
     try:
         hints = typing.get_type_hints(cls.__init__, include_extras=True)

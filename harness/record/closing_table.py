@@ -83,7 +83,9 @@ def _score_rows(summary: dict, splits: list[str]) -> list[tuple[str, list[float 
 def data_label(data: dict) -> str:
     """Return a text for a corpus: ``stdlib (fallback for enwik8), 10,485,760 bytes, sha256
     0123456789ab``."""
-    fallback = f" (fallback for {data['fallback_for']})" if data.get("fallback_for") else ""
+    fallback = ""
+    if data.get("fallback_for"):
+        fallback = f" (fallback for {data['fallback_for']})"
     return f"{data['name']}{fallback}, {data['bytes']:,} bytes, sha256 {data['sha256'][:12]}"
 
 
@@ -135,14 +137,20 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     yield "FLOPs per byte", f"{executed}{backend} executed, {ideal} ideal (forward)"
     if flops.get("unknown"):
         yield "not in FLOPs", ", ".join(flops["unknown"])
-    about = "about " if summary["flops_estimated_3x"] else ""
+    about = ""
+    if summary["flops_estimated_3x"]:
+        about = "about "
     yield "training FLOPs", f"{about}{_three_digits(summary['training_flops'])} needed"
-    about = "about " if memory["approximate"] else ""
-    peak = "-" if memory["peak_bytes"] is None else f"{memory['peak_bytes'] / 2**20:,.1f} MiB"
+    about = ""
+    if memory["approximate"]:
+        about = "about "
+    peak = "-"
+    if memory["peak_bytes"] is not None:
+        peak = f"{memory['peak_bytes'] / 2**20:,.1f} MiB"
     yield "memory", f"{about}{peak} peak, {memory['state_bytes'] / 2**20:,.1f} MiB carried state"
-    compiling = (
-        f", and {seconds:,.1f} s of compiling" if (seconds := summary["compile_seconds"]) else ""
-    )
+    compiling = ""
+    if seconds := summary["compile_seconds"]:
+        compiling = f", and {seconds:,.1f} s of compiling"
     speed = f"{summary['bytes_per_second']:,.0f} bytes per second"
     yield (
         "training",

@@ -48,11 +48,9 @@ def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str
     if hashed["data"]["name"] in pinned:
         hashed["data"]["path"] = None
     init_from = hashed["init_from"]
-    newest = (
-        None
-        if init_from["run"] is None
-        else checkpoint.newest(user_path(init_from["run"], key="init_from.run"))
-    )
+    newest = None
+    if init_from["run"] is not None:
+        newest = checkpoint.newest(user_path(init_from["run"], key="init_from.run"))
     if newest is not None:
         hashed["init_from"] = init_from | {"run": sha256_of(newest)}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
@@ -129,7 +127,9 @@ class RunFolder:
             if error.errno in NO_SPACE:
                 with raise_storage_failure(self.path / LOCK, needed=len(owner)):
                     raise
-            file_name = f"{error.filename2}: " if error.filename2 else ""
+            file_name = ""
+            if error.filename2:
+                file_name = f"{error.filename2}: "
             raise ValueError(
                 f"outputs={self.path.parent}: cannot be written ({file_name}{error.strerror})"
             ) from error
@@ -167,7 +167,9 @@ class RunFolder:
             self.lock()
         # else a user has removed it
         if os.path.samestat((self.path / LOCK).stat(), os.fstat(self._lock.fileno())):
-            status = kind.status if (kind := failure_class(error)) else "failed"
+            status = "failed"
+            if kind := failure_class(error):
+                status = kind.status
             message = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
             write_summary(self.path, summary=provenance | {"status": status, "error": message})
         if not is_locked:

@@ -61,7 +61,9 @@ class Record:
 def _truncate(path: Path, *, rows: int, sha256: str | None) -> bytes:
     """Truncate the file to its first ``rows`` rows; return them. Raises Damaged if the
     checkpoint has other rows."""
-    content = path.read_bytes() if path.exists() else b""
+    content = b""
+    if path.exists():
+        content = path.read_bytes()
     *complete, _ = content.split(b"\n")
     first_rows = b"".join(line + b"\n" for line in complete[:rows])
     if rows > len(complete) or sha256 not in (None, hashlib.sha256(first_rows).hexdigest()):

@@ -71,11 +71,9 @@ def print_table(table: Table) -> None:
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True
     )
     for column in table.columns:
-        style = (
-            {"justify": "right"}
-            if column.numeric
-            else {"overflow": "fold", "max_width": MAX_TEXT_WIDTH}
-        )
+        style = {"overflow": "fold", "max_width": MAX_TEXT_WIDTH}
+        if column.numeric:
+            style = {"justify": "right"}
         rich_table.add_column(Text(one_line(column.heading).replace(" ", "\n")), **style)
     for row in table.rows:
         rich_table.add_row(*(Text(one_line(cell.text)) for cell in row))
@@ -112,15 +110,21 @@ def to_markdown(table: Table, *, left: int = 1) -> str:
     alignment = ["---"] * left + ["--:"] * (len(table.columns) - left)
     texts = [[column.heading for column in table.columns], alignment]
     texts += [[cell.text for cell in row] for row in table.rows]
-    rows = "\n".join(f"| {' | '.join(row)} |" for row in texts) if table.rows else ""
+    rows = ""
+    if table.rows:
+        rows = "\n".join(f"| {' | '.join(row)} |" for row in texts)
     notes = "\n".join(f"- {note}" for note in table.notes)
-    title = f"### {table.title}" if table.title else ""
+    title = ""
+    if table.title:
+        title = f"### {table.title}"
     return "\n\n".join(filter(None, [title, table.caption, rows, notes]))
 
 
 def mark(cell: Cell) -> str:
     """Return the mark before or after a cell's number, such as ``~`` or ``*``, or an empty text."""
-    match = None if cell.value is None else _MARKED_NUMBER.fullmatch(cell.text)
+    match = None
+    if cell.value is not None:
+        match = _MARKED_NUMBER.fullmatch(cell.text)
     if match is None:
         return ""
     return match[1] + match[2]

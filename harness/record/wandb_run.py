@@ -59,7 +59,9 @@ class WandbRun(AbstractContextManager):
         tags: Iterable[str] = (),
         **more,
     ):
-        given_id = None if sweeping else os.environ.get("WANDB_RUN_ID")
+        given_id = None
+        if not sweeping:
+            given_id = os.environ.get("WANDB_RUN_ID")
         self.id = given_id or id or secrets.token_hex(4)
         self.hint = ""
         self._run = None
@@ -164,7 +166,9 @@ def _start(mode: str, keywords: dict, *, id: str):
         prompt=False, verify=False
     ):
         mode = "offline"
-        reason = "no API key is configured" if requested != "auto" else None
+        reason = None
+        if requested != "auto":
+            reason = "no API key is configured"
     # In W&B itself keywords take precedence over environment variables.
     names = {
         key: "WANDB_RUN_GROUP" if key == "group" else f"WANDB_{key.upper()}" for key in keywords

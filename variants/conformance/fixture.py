@@ -70,7 +70,9 @@ class Subject:
 
     def _describe_forward(self, model: nn.Module, arguments: tuple) -> None:
         tokens, state = (*arguments, None)[:2]
-        first = 0 if state is None else state[0].min().item()
+        first = 0
+        if state is not None:
+            first = state[0].min().item()
         last = first + tokens.shape[1] - 1
         mode = MODES[model.training]
         self.forward_pass[:] = [f"{mode}, byte {first}" + (f" to {last}" if last > first else "")]
@@ -269,7 +271,9 @@ def differences(
         # [B, T]
         sizes = (a - b).abs().nan_to_num(math.inf).masked_fill(unchanged, 0).flatten(2).amax(-1)
         if sizes.max() > allowed * a.abs().nan_to_num(0, 0, 0).max().clamp(min=1):
-            hint = ", as rounding in float32 would" if sizes.max() < 1e-5 else ""
+            hint = ""
+            if sizes.max() < 1e-5:
+                hint = ", as rounding in float32 would"
             return [
                 f"{case}: {name} moved by {sizes.max().item():.2g} at "
                 f"{position_of_largest(sizes)}{hint}"

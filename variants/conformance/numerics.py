@@ -59,7 +59,9 @@ def check_gradients(subject: Subject) -> Verdict:
         head, tail = tokens.tensor_split([n_past], dim=1)
     else:
         head, tail = subject.random_bytes()[:2].tensor_split(2, dim=1)
-    state = run(model, head)[1] if head.numel() else None
+    state = None
+    if head.numel():
+        state = run(model, head)[1]
     generator = torch.Generator().manual_seed(0)
 
     def unit_vector(like: Tensor) -> Tensor:
@@ -139,7 +141,9 @@ def check_modes(subject: Subject) -> Verdict:
     cuts = (subject.span + 2,)
     if subject.sizes:
         tokens, n_past = _training_bytes(subject)
-        cuts = (n_past,) if n_past else ()
+        cuts = ()
+        if n_past:
+            cuts = (n_past,)
     # built before any runs, in case two models share a parameter
     models = list(subject.deterministic_models())
     outputs = []
@@ -172,7 +176,9 @@ def check_precision(subject: Subject) -> Verdict:
 def _precision_errors(subject: Subject, precision: str, draw: int) -> Iterator[tuple[str, str]]:
     """Yield ``LOGITS`` or ``GRADIENT`` with a line if these differ too much in a draw of
     parameters and bytes."""
-    mode = "train" if "train" in subject.deterministic_contexts else "eval"
+    mode = "eval"
+    if "train" in subject.deterministic_contexts:
+        mode = "train"
     tokens = subject.mixed_bytes(length=sum(PRECISION_SEGMENTS) + 1, streams=2, seed=draw)
     outputs_of = partial(logits_and_gradients, tokens=tokens, segments=PRECISION_SEGMENTS)
     model = subject.build(seed=draw, dtype=torch.float32, mode=mode)
@@ -213,8 +219,12 @@ def check_reach_used(subject: Subject) -> Verdict:
         if not remaining:
             break
     for name, n in remaining.items():
-        moved = "byte 0 never moved the end" if n is None else f"byte t - {n} never moved byte t"
-        declared = "all of the past" if n is None else f"a reach of {n}"
+        moved = "byte 0 never moved the end"
+        if n is not None:
+            moved = f"byte t - {n} never moved byte t"
+        declared = "all of the past"
+        if n is not None:
+            declared = f"a reach of {n}"
         yield f"eval: {moved} of {name} in {N_DRAWS} draws of parameters: declared is {declared}"
 
 

@@ -66,7 +66,9 @@ def check_influence(subject: Subject) -> Verdict:
     if not effects[position] > 1e-6:
         yield f"eval, byte {position} changed: its own logits did not"
     # a block may be visible only when it is complete
-    distance = 1 if subject.period == 1 else 3 * subject.period
+    distance = 1
+    if subject.period != 1:
+        distance = 3 * subject.period
     later = effects[position + 1 : position + 1 + distance].max()
     if (
         any(tensor.numel() for tensor in state_tensors(state[1]))
@@ -93,7 +95,9 @@ def _check_map(inspection: Inspection, reach: int | None) -> Iterator[str]:
     weights = inspection.weights
     length = inspection.weights.shape[-1]
     shares = weights[..., :0] if inspection.shares is None else inspection.shares
-    heads = weights.shape[1] if weights.dim() == 4 else None
+    heads = None
+    if weights.dim() == 4:
+        heads = weights.shape[1]
     if weights.shape != (1, heads, length, length) or shares.shape[:-1] != weights.shape[:-1]:
         shapes = f"{tuple(weights.shape)} and shares of {tuple(shares.shape)}"
         yield f"a map of {shapes} must be [B, H, T, T] and [B, H, T, n]"
@@ -264,11 +268,10 @@ def check_tables(subject: Subject) -> Verdict:
             for table, n_rows in sublayer.tables.items():
                 parameter = getattr(sublayer, table)
                 users = sum(any(p is parameter for p in other.parameters()) for _, other in owners)
-                gradient = (
-                    parameter.new_zeros(1, 1)
-                    if parameter.grad is None
-                    else parameter.grad.to_dense()
-                )
+                if parameter.grad is None:
+                    gradient = parameter.new_zeros(1, 1)
+                else:
+                    gradient = parameter.grad.to_dense()
                 if (read := gradient.any(1).sum().item()) > n_rows * users:
                     yield (
                         f"{name}: one byte reads {read} rows of {table}, but tables declares "

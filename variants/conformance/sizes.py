@@ -169,7 +169,9 @@ def check_reach(subject: Subject) -> Verdict:
         checked = {name: int(reach) for name, reach in reaches.items() if reach + 1 < length}
         if not checked:
             continue
-        segments = -(-(max(checked.values()) + 2) // size.segment) if size.carry else 1
+        segments = 1
+        if size.carry:
+            segments = -(-(max(checked.values()) + 2) // size.segment)
         case = f"{size}, all up to byte {{at}} changed"
         difference = None
         # A difference in float32 may be rounding, as of a sum over the whole past.
@@ -230,7 +232,10 @@ class _Streams:
         self.model = subject.build(mode=size.mode, dtype=dtype)
         self.context = subject.deterministic_contexts.get(size.mode, NoDropout)
         self.exact = dtype == torch.float32
-        n_past = -(-subject.span // size.segment) if size.carry else 0  # segments
+        # segments
+        n_past = 0
+        if size.carry:
+            n_past = -(-subject.span // size.segment)
         longest = n_past if size.small else max(MAX_SEGMENTS, MAX_WARM_UP * n_past) * size.carry
         max_pairs = MAX_PAIRS * (8 // dtype.itemsize)
         pairs = size.segment * (size.segment + subject.span)
@@ -309,7 +314,9 @@ class _Streams:
         causality = reaches is None
         before = self._run_and_choose_positions() if causality else self.run(self.tokens)
         byte = torch.arange(self.tokens.shape[1])
-        tolerance = EXACT if self.exact and causality else None
+        tolerance = None
+        if self.exact and causality:
+            tolerance = EXACT
 
         def compare(at: Tensor) -> tuple[str, str, float] | None:
             """Compare with streams of which each is changed at its own position ``at [B, 1]``."""

@@ -161,5 +161,7 @@ def _describe_error(error: Exception, *forward_passes: str) -> str:
         for f in traceback.extract_tb(error.__traceback__)
         if not f.filename.startswith(torch_folder)
     ]
-    code_line = [f"{Path(frames[-1].filename).name} line {frames[-1].lineno}"] if frames else []
+    code_line = []
+    if frames:
+        code_line = [f"{Path(frames[-1].filename).name} line {frames[-1].lineno}"]
     return f"{type(error).__name__}: {error} ({', '.join([*forward_passes, *code_line])})"

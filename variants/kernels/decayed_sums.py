@@ -53,7 +53,9 @@ def attend(
         attend_self: whether query t reads S_t; otherwise it reads S_{t-1}.
         chunk: C, bytes."""
     sums = v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if sums is None else sums.to(v.dtype)
-    constant = log_decay if log_decay.shape[2] == 1 else None
+    constant = None
+    if log_decay.shape[2] == 1:
+        constant = log_decay
     gates = [x for x in (log_decay if constant is None else None, strength) if x is not None]
     step = partial(_attend_piece, shift=0 if attend_self else 1, constant=constant)
     out, sums = map_pieces(step, sums, q, k, v, *gates, chunk=chunk)

@@ -178,14 +178,15 @@ def backward(
         gradients["q"][:, heads, t], *of_band = engine.backward(
             *part, mask, y[:, heads, t], lse[:, heads, t]
         )
-        first = counts[heads.start] - rows if segment_only else 0
+        first = 0
+        if segment_only:
+            first = counts[heads.start] - rows
         low, high = (max(0, key - first) for key in (j.start, j.stop))
         for name, x in zip("kv", of_band, strict=True):
-            sums = (
-                gradients[name][:, heads]
-                if segment_only
-                else inputs.of_heads(gradients[name], heads)
-            )
+            if segment_only:
+                sums = gradients[name][:, heads]
+            else:
+                sums = inputs.of_heads(gradients[name], heads)
             sums[:, :, low:high] += x[:, :, x.shape[2] - (high - low) :]
         if "z" in fields:
             gradients["z"][heads] += _span_gradient(
@@ -241,7 +242,9 @@ def executed_flops(
         pairs += (heads.stop - heads.start) * sum(
             (end - begin) * (high - low) for begin, end, low, high in chunks
         )
-    persistent_pairs = 0 if inputs.extra_k is None else inputs.extra_k[..., 0].numel() * rows
+    persistent_pairs = 0
+    if inputs.extra_k is not None:
+        persistent_pairs = inputs.extra_k[..., 0].numel() * rows
     backward = 10 * padded_width * (pairs + persistent_pairs) + 4 * width * pairs * ("z" in fields)
     return 4 * padded_width * streams * (pairs + persistent_pairs), streams * backward
 
@@ -278,7 +281,9 @@ def _calls(
         n_distances = max(window.max_keys)
         table = plain.soft_mask(z, window.ramp, n_distances).log()
         table = table if bias is None else table + bias
-        slope = plain.ramp_slope(z, window.ramp, n_distances) if needs_slopes else None
+        slope = None
+        if needs_slopes:
+            slope = plain.ramp_slope(z, window.ramp, n_distances)
     for (max_keys, keys), heads in group_heads(
         zip(window.max_keys, inputs.key_counts(), strict=True)
     ):

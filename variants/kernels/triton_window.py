@@ -71,10 +71,14 @@ def launch_options(
     timing."""
     columns = padded_width(width)
     if dtype != torch.float32:
-        block = 16 if vectors and columns == 32 else 64 >> ((columns > 64) + vectors)
+        block = 16
+        if not (vectors and columns == 32):
+            block = 64 >> ((columns > 64) + vectors)
         warps = 4
     elif precision == "tf32":
-        block = 32 if columns in (16, 64) and not vectors else 16
+        block = 16
+        if columns in (16, 64) and not vectors:
+            block = 32
         warps = 4
     else:  # by multiply-add, without tensor cores
         block = 32 >> (columns > 64 or vectors)
@@ -168,7 +172,9 @@ def executed_flops(
     (streams, _, rows, width), ramp_end = inputs.q.shape, None
     vectors = inputs.vectors is not None
     block = launch_options(width, inputs.q.dtype, precision=precision(), vectors=vectors)["BLOCK"]
-    persistent = 0 if inputs.extra_k is None else inputs.extra_k.shape[1]
+    persistent = 0
+    if inputs.extra_k is not None:
+        persistent = inputs.extra_k.shape[1]
     if inputs.z is not None and not isinstance(inputs.z, FakeTensor):
         # waits for the device; no timed code counts FLOPs
         ramp_end = (inputs.z.detach() + window.ramp).tolist()
@@ -176,9 +182,9 @@ def executed_flops(
     by_queries = by_keys = by_distances = 0
     for h, (max_keys, keys) in enumerate(zip(window.max_keys, inputs.key_counts(), strict=True)):
         offset = keys - rows - window.shift
-        visible = (
-            max_keys if ramp_end is None else max(0, min(max_keys, math.floor(ramp_end[h]) + 1))
-        )
+        visible = max_keys
+        if ramp_end is not None:
+            visible = max(0, min(max_keys, math.floor(ramp_end[h]) + 1))
         for t0 in starts:  # as in _key_blocks
             first = max(offset + t0 - visible + 1, 0) // block
             by_queries += max(0, -(-(offset + min(t0 + block, rows)) // block) - first)
@@ -257,9 +263,9 @@ def _arguments(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor) -> dict:
     key."""
     width = q.shape[-1]
     rate = inputs.dropout
-    architecture = (
-        90 if q.device.type != "cuda" else 10 * torch.cuda.get_device_capability(q.device)[0]
-    )
+    architecture = 90
+    if q.device.type == "cuda":
+        architecture = 10 * torch.cuda.get_device_capability(q.device)[0]
     return {
         "q": q.contiguous(),
         "k": k.to(q.dtype).contiguous(),
@@ -308,8 +314,12 @@ def _query_gradient(
     q = arguments["q"]
     grid = _grid(arguments, arguments["T"])
     dq = torch.empty_like(q)
-    dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device) if span else None
-    dbias = torch.empty_like(common["lse"]) if bias else None
+    dz = None
+    if span:
+        dz = torch.empty(q.shape[1], grid[0], dtype=torch.float32, device=q.device)
+    dbias = None
+    if bias:
+        dbias = torch.empty_like(common["lse"])
     _kernels().query_gradient[grid](y=y, dq=dq, dz=dz, dquery_bias=dbias, **common, **arguments)
     return {"q": dq, "query_bias": dbias} | ({"z": dz.sum(1)} if span else {})
 
@@ -322,7 +332,9 @@ def _key_gradient(
     the last T of each head."""
     k = arguments["k"]
     dk, dv = (torch.empty(shape, dtype=dtype or k.dtype, device=k.device) for _ in range(2))
-    dbias = torch.empty(shape[:-1], dtype=torch.float32, device=k.device) if bias else None
+    dbias = None
+    if bias:
+        dbias = torch.empty(shape[:-1], dtype=torch.float32, device=k.device)
     arguments = (
         arguments
         | key_gradient_options(arguments)

@@ -324,8 +324,12 @@ def _call(
     call.dtype = q.dtype
     call.alive = []
     call.threads = torch.get_num_threads()
-    call.persistent = named["extra_k"].shape[1] if "extra_k" in named else 0
-    call.biases = named["key_bias"].shape[2] if "key_bias" in named else 0
+    call.persistent = 0
+    if "extra_k" in named:
+        call.persistent = named["extra_k"].shape[1]
+    call.biases = 0
+    if "key_bias" in named:
+        call.biases = named["key_bias"].shape[2]
     call.distances = max(max_keys)
     # keys of each head's past
     past = [named[f"k_old{part}"].shape[2] for part in part_of_head] or [0] * q.shape[1]
