@@ -18,26 +18,27 @@ from bench.evidence import (
     missing_runs,
     scores_by_factor,
 )
+from bench.published_claims import claims_table
 from bench.published_runs import (
-    STATE,
     TEST,
     PublishedRuns,
     best_rates,
     published_means,
     run_conditions,
     text_file,
+    text_table,
 )
 from bench.tables import read_yaml
 from bench.tables.columns import columns
 from bench.tables.compare import VARIANTS
-from bench.tables.estimate import MIN_SEEDS, TOO_FEW, Pooled, estimate_mean, pooled_variance
+from bench.tables.estimate import pooled_variance
 from bench.tables.frame import REACHED_BITS, frame_of
 from harness.data.associative_recall import BYTES_PER_KEY
-from harness.record.cells import MIB, make_table, text
+from harness.record.cells import MIB, make_table
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 from harness.record.schema import flatten
-from harness.record.table import Column, Table, to_markdown
+from harness.record.table import Table, to_markdown
 
 KIB = 2**10
 COMPRESSORS = {"bzip2": "bzip2 -9", "xz": "xz -9e"} | {
@@ -68,24 +69,6 @@ PROFILE_TABLES = {
 }
 """For each title of a table, the divisor of its numbers and their dotted key in a row."""
 COST_CONDITIONS = ("device", "threads", "precision", "compile", "allocator", "streams", "segment")
-MEASURES = {
-    "bits per byte": TEST,
-    "carried state, %": STATE,
-    "FLOPs per byte, %": "flops_per_byte.executed",
-}
-"""The column of the frame for each measure in ``claims.yaml``."""
-HOLDS = "holds"
-FAILS = "does not hold"
-UNDECIDED = "not separated"
-CLAIM_HEADINGS = [
-    "claim",
-    "mechanism, baseline",
-    "measure",
-    "expected",
-    "n",
-    "difference, 95% interval",
-    "verdict",
-]
 LEARNED_ACCURACY = 0.99
 NOT_LEARNED = "not in 6.1 (n=1)"
 RECALL_COLUMNS = (
@@ -157,12 +140,6 @@ def mechanism_table(
     """Return ``text_table`` with a row per mechanism; a cell that a mechanism lacks is empty."""
     rows = [[name, *(row.get(heading, "") for heading in headings)] for name, row in cells.items()]
     return text_table(["mechanism", *headings], rows, **attributes)
-
-
-def text_table(headings: Sequence[str], rows: Sequence[Sequence], **attributes: str) -> Table:
-    """Return a table of texts; ``attributes`` are of ``Table``."""
-    columns = [Column(heading) for heading in headings]
-    return Table(columns=columns, rows=[[*map(text, row)] for row in rows], **attributes)
 
 
 def scores_table(
@@ -251,76 +228,6 @@ def context_tables(path: Path) -> Iterator[Table]:
                 zip(headings, means.map("{:.3f}".format), strict=True)
             )
     yield mechanism_table(cells, headings)
-
-
-def claims_table(runs: pd.DataFrame) -> Table:
-    """Return a table of the claims of ``bench/claims.yaml``. The mean of each difference over
-    common seeds has a 95% interval, of bits by the pooled variance; it is not corrected for the
-    number of claims."""
-    bits = pooled_variance(runs.pivot(index="seed", columns="variant", values=TEST))
-    rows = []
-    for claim in read_yaml("claims.yaml"):
-        verdicts = []
-        parts = []
-        for part in claim["parts"]:
-            all_seeds = seed_differences(runs, part["variant"], part["baseline"], part["measure"])
-            scored = all_seeds.dropna().tolist()
-            margin = part.get("margin", 0.0)
-            pooled = bits
-            if part["measure"].endswith("%"):
-                pooled = None
-            verdict, interval = judge(
-                scored, expected=part["expected"], margin=margin, pooled=pooled
-            )
-            if all_seeds.hasnans:
-                n = f"{len(scored)}, {all_seeds.isna().sum()} without a score"
-            else:
-                n = str(len(scored))
-            names = f"`{part['variant']}`, `{part['baseline']}`"
-            if part["expected"] == "equal":
-                expected = f"-{margin:g} to {margin:g}"
-            else:
-                expected = f"below {margin:g}"
-            parts.append(["", names, part["measure"], expected, n, interval, verdict])
-            verdicts.append(verdict)
-        overall = next(
-            (verdict for verdict in (FAILS, TOO_FEW, UNDECIDED) if verdict in verdicts), HOLDS
-        )
-        rows += [[f"**{claim['claim']}**", *[""] * 5, f"**{overall}**"], *parts]
-    return text_table(CLAIM_HEADINGS, rows)
-
-
-def seed_differences(runs: pd.DataFrame, variant: str, baseline: str, measure: str) -> pd.Series:
-    """Return for each common seed the difference from the baseline, in bits or in percent; NaN if a
-    run has no number."""
-    column = MEASURES[measure]
-    columns = [
-        runs[runs["variant"] == name].set_index("seed")[column] for name in (variant, baseline)
-    ]
-    compared, base = pd.concat(columns, axis=1, join="inner").sort_index().T.to_numpy()
-    return pd.Series(100 * (compared / base - 1) if measure.endswith("%") else compared - base)
-
-
-def judge(
-    differences: list[float], *, expected: str, margin: float, pooled: Pooled | None = None
-) -> tuple[str, str]:
-    """Return the verdict on the mean of differences, and the mean with its 95% interval as text.
-    The mean is expected below the margin (``lower``), or between minus and plus the margin
-    (``equal``). ``HOLDS``: the whole interval lies in this range. ``FAILS``: it lies outside.
-    ``UNDECIDED``: neither. ``TOO_FEW``: fewer than ``MIN_SEEDS`` differences."""
-    if len(differences) < 2:
-        return TOO_FEW, "".join(f"{difference:+.4f}" for difference in differences)
-    estimate = estimate_mean(differences, pooled)
-    low = estimate.mean - estimate.half_width
-    high = estimate.mean + estimate.half_width
-    min_expected = -margin if expected == "equal" else -math.inf
-    verdict = FAILS if low >= margin or high <= min_expected else UNDECIDED
-    if min_expected < low and high < margin:
-        verdict = HOLDS
-    return (
-        verdict if estimate.n >= MIN_SEEDS else TOO_FEW,
-        f"{estimate.mean:+.4f} ± {estimate.half_width:.4f}",
-    )
 
 
 def copied_bits(row: dict) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from bench.evidence import LR_FACTORS, MIN_FACTORS, cell_keys
 from bench.tables.compare import VARIANTS
 from bench.tables.frame import frame_of
 from bench.tables.means import mean_rows
+from harness.record.cells import text
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
+from harness.record.table import Column, Table
 
 REFERENCE = VARIANTS["reference"]
 TEST = "test_bits_per_byte"
@@ -89,3 +92,9 @@ def best_rates(runs: pd.DataFrame) -> pd.DataFrame:
     most = rates.groupby(corpus).transform("max")
     kept = runs[(rates >= MIN_FACTORS) | (most < MIN_FACTORS)]
     return kept.sort_values("valid_bits_per_byte").drop_duplicates(["corpus", "variant", "seed"])
+
+
+def text_table(headings: Sequence[str], rows: Sequence[Sequence], **attributes: str) -> Table:
+    """Return a table of texts; ``attributes`` are of ``Table``."""
+    columns = [Column(heading) for heading in headings]
+    return Table(columns=columns, rows=[[*map(text, row)] for row in rows], **attributes)

@@ -3,7 +3,7 @@ without a score."""
 
 import pandas as pd
 
-from bench.published import FAILS, HOLDS, MEASURES, TOO_FEW, UNDECIDED, claims_table, judge
+from bench.published_claims import FAILS, HOLDS, MEASURES, TOO_FEW, UNDECIDED, claims_table, judge
 from bench.published_runs import STATE, TEST
 from harness.record.table import Table, to_markdown
 

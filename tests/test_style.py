@@ -129,7 +129,8 @@ def test_imports_have_no_cycle_of_modules_or_folders():
     }
     # one file has the code of both
     assert len(commands) > 5 and between == {("bench.decompress", "bench.compress")}
-    shared = ("published", "published_runs", "text_figures")  # of one command only
+    published = ("published", "published_claims", "published_runs")
+    shared = (*published, "text_figures")  # of one command only
     commands |= {f"bench.{name}" for name in shared}
 
     def group_of(module: str) -> str:
@@ -178,3 +179,21 @@ def test_no_file_has_a_path_of_one_machine():
         if machine.search(line)
     ]
     assert not lines
+
+
+NOUNS = ("The", "A", "An", "Whether", "All", "Each", "Every", "Bytes", "Number", "ValueError")
+
+
+def test_the_docstring_of_a_function_begins_with_its_verb():
+    """``Return ..`` for what is returned. A context begins with ``Context``."""
+    nouns = []
+    for path in [*PRODUCT, *TESTS]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("test_"):
+                continue
+            decorators = " ".join(map(ast.unparse, node.decorator_list))
+            if "property" in decorators or "fixture" in decorators:
+                continue
+            if (ast.get_docstring(node) or "Return").split()[0] in NOUNS:
+                nouns.append(f"{path.name}: {node.name}")
+    assert not nouns

@@ -86,8 +86,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer, value):
     hook.remove()
 
     def next_update(*arguments: object, **keywords: object):
-        """The next step's update, queued on the device before the host knows that the last
-        gradient was not finite."""
+        """Update once more, before the host knows that the last gradient was not finite."""
         update(*arguments, **keywords)
         assert equal_bits(before, tensors_of(trainer))
         spoil(parameters[name], value)
