@@ -58,7 +58,8 @@ DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of
     b"Processor (family 6 model "
     b"143 stepping "
     b'8)","device_kind":"cpu","instruction_set":"AVX512","threads":2,"precision":"float32",'
-    b'"backend":"kernel+plain","tf32":false,"torch":"2.13.0+cpu","environment":{"GOMP_SPINCOUNT":"10000"},"checksum":'
+    b'"backend":"kernel+plain","tf32":false,"torch":"2.13.0+cpu",'
+    b'"environment":{"GOMP_SPINCOUNT":"10000"},"checksum":'
 )
 
 

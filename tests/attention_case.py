@@ -20,7 +20,7 @@ from tests.reference.forget_gate import forget_biases
 from variants.adaptive_span import AdaptiveSpan, DynamicSpan
 from variants.all_attention import PersistentKV
 from variants.attention import Attention
-from variants.contract import LayerContext, State, Sublayer, set_shapes
+from variants.contract import LayerContext, Position, State, Sublayer, set_shapes
 from variants.forget_gate import ForgetGate
 from variants.key_shift import KeyShift
 from variants.position import Alibi, NoPosition, Relative, Rotary
@@ -76,7 +76,10 @@ class Case:
     def context(self, **changes) -> LayerContext:
         names = ("heads", "span", "attend_self", "cache", "backend", "dropout")
         keywords = {name: getattr(self, name) for name in names}
-        scheme = lambda context, *, d_head: SCHEMES[self.position](context, d_head=d_head)  # noqa: E731
+
+        def scheme(context: LayerContext, *, d_head: int) -> Position:
+            return SCHEMES[self.position](context, d_head=d_head)
+
         return LayerContext(
             **{"d_model": D, "layer": 0, "n_layers": 1, "scheme": scheme} | keywords | changes
         )

@@ -36,7 +36,10 @@ def raise_no_home() -> Path:
     raise RuntimeError("Could not determine home directory.")
 
 
-def test_a_mechanism_that_is_broken_at_the_sizes_of_the_run_is_refused(cwd, monkeypatch):  # noqa: F811
+def test_a_mechanism_that_is_broken_at_the_sizes_of_the_run_is_refused(
+    cwd,  # noqa: F811
+    monkeypatch,
+):
     words = toy(cwd, "ShortWindow")
     refused = (
         "no byte beyond the declared reach matters at the sizes of the run: eval, 2 x 128 "
@@ -56,7 +59,10 @@ def test_a_mechanism_that_is_broken_at_the_sizes_of_the_run_is_refused(cwd, monk
     assert outcome.code == 1 and f"\n  FAIL  {refused}" in outcome.out, outcome
 
 
-def test_a_passed_check_is_cached_for_its_sizes_and_version_of_torch(cwd, monkeypatch):  # noqa: F811
+def test_a_passed_check_is_cached_for_its_sizes_and_version_of_torch(
+    cwd,  # noqa: F811
+    monkeypatch,
+):
     words = toy(cwd, "LeaksInTwoHundred")
     assert "it is checked once" in train(*words).out
     repeated = train(*words, "seed=1")
@@ -85,7 +91,10 @@ def test_a_passed_check_is_cached_for_its_sizes_and_version_of_torch(cwd, monkey
         assert files[0] != files[1]
 
 
-def test_a_check_reads_the_corpus_and_is_as_deterministic_as_the_run(cwd, monkeypatch):  # noqa: F811
+def test_a_check_reads_the_corpus_and_is_as_deterministic_as_the_run(
+    cwd,  # noqa: F811
+    monkeypatch,
+):
     seen = []
 
     def findings(plan, *, text) -> list[Finding]:

@@ -154,7 +154,13 @@ def test_a_module_of_a_package_trains_by_yaml_alone(cwd, layers):  # noqa: F811
         ),
     ],
 )
-def test_a_mistake_ends_with_exit_code_2_and_writes_no_file(cwd, layers, keywords, words, message):  # noqa: F811
+def test_a_mistake_ends_with_exit_code_2_and_writes_no_file(
+    cwd,  # noqa: F811
+    layers,
+    keywords,
+    words,
+    message,
+):
     write_yaml(**keywords)
     outcome = train(*words)
     assert outcome.code == 2 and re.search(message, outcome.err), outcome.err

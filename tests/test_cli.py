@@ -8,7 +8,15 @@ import sys
 
 import pytest
 
-from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, summaries, train  # noqa: F401
+from tests.command_line import (
+    GENERATED,
+    ROOT,
+    call,
+    empty_folder,  # noqa: F401 - a fixture
+    run_folders,
+    summaries,
+    train,
+)
 from tests.small_configs import VARIANT_NAMES
 from tests.timeouts import TIMEOUT_SECONDS
 

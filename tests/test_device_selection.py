@@ -118,7 +118,10 @@ def test_auto_is_bfloat16_if_native_and_compiles_on_a_gpu_with_the_requirements(
         assert has_native_bfloat16(torch.device("cpu")) is expected
     simulate_gpus(monkeypatch, devices=1)
     for native, missing in ((True, "Python.h"), (False, None)):
-        is_supported = lambda including_emulation, native=native: including_emulation or native  # noqa: E731
+
+        def is_supported(including_emulation: bool, native: bool = native) -> bool:
+            return including_emulation or native
+
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
         monkeypatch.setattr(machine, "missing_for_compile", lambda missing=missing: missing)
         settings = resolve_auto(plan("runtime.device=cpu").runtime)

@@ -9,7 +9,15 @@ from types import ModuleType
 
 import pytest
 
-from tests.command_line import GENERATED, ROOT, call, empty_folder, run_folders, summaries, train  # noqa: F401
+from tests.command_line import (
+    GENERATED,
+    ROOT,
+    call,
+    empty_folder,  # noqa: F401 - a fixture
+    run_folders,
+    summaries,
+    train,
+)
 
 MIXER = """from torch import nn
 from variants.contract import Sublayer, SublayerOutput

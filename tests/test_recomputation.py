@@ -11,7 +11,14 @@ from harness.loop.step import train_step
 from harness.record.comparison import cost_conditions
 from tests.bench_rows import cost_row
 from tests.small_configs import plan
-from tests.small_runs import CARRY, DROPOUT, MEMORY, SPANS, make_trainer, temporary_cwd  # noqa: F401
+from tests.small_runs import (
+    CARRY,
+    DROPOUT,
+    MEMORY,
+    SPANS,
+    make_trainer,
+    temporary_cwd,  # noqa: F401 - a fixture
+)
 from variants.attention import Attention
 from variants.conformance.fixture import state_tensors
 

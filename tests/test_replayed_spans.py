@@ -5,7 +5,13 @@ import pytest
 import torch
 
 from tests.small_configs import TINY, plan
-from tests.small_runs import VARIANTS, make_run, make_trainer, temporary_cwd, whole_run  # noqa: F401
+from tests.small_runs import (
+    VARIANTS,
+    make_run,
+    make_trainer,
+    temporary_cwd,  # noqa: F401 - a fixture
+    whole_run,
+)
 from variants.attention import Attention
 
 SPANS = [[0.0, 5.5], [3.0, 16.0]]

@@ -20,7 +20,14 @@ from harness.record import checkpoint
 from harness.record.rows import RECORD, read_rows
 from tests import command_line
 from tests.rank_processes import ExitedWithoutAnswer, free_port, launch
-from tests.small_runs import CARRY, DROPOUT, SMALL, after_step, make_run, temporary_cwd  # noqa: F401
+from tests.small_runs import (
+    CARRY,
+    DROPOUT,
+    SMALL,
+    after_step,
+    make_run,
+    temporary_cwd,  # noqa: F401 - a fixture
+)
 from tests.timeouts import TIMEOUT_SECONDS
 from train import train
 

@@ -19,7 +19,15 @@ from harness.plan.build import plan_run
 from harness.record.rows import read_rows
 from harness.record.wandb_run import WandbRun, metrics_of
 from tests import script_process
-from tests.command_line import GENERATED, ROOT, TINY, call, empty_folder, run_folders, summaries  # noqa: F401
+from tests.command_line import (
+    GENERATED,
+    ROOT,
+    TINY,
+    call,
+    empty_folder,  # noqa: F401 - a fixture
+    run_folders,
+    summaries,
+)
 from tests.small_configs import CONF, compose_config, plan
 from tests.timeouts import TIMEOUT_SECONDS
 

@@ -34,7 +34,7 @@ WAYS = {
     "bias": "adds to scores",
 }
 """Ways in which a position scheme may act on a mechanism."""
-State = Union[Tensor, tuple["State", ...], None]  # noqa: UP007 - a forward reference has no operator |
+State = Union[Tensor, tuple["State", ...], None]  # noqa: UP007
 """Dimension 0 of every tensor is streams. The harness slices, indexes and concatenates this
 dimension only."""
 Stats = dict[str, Tensor]

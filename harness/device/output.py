@@ -47,7 +47,7 @@ def contained_output() -> Iterator[None]:
         except OSError:
             _to_null_device(descriptor)
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the process ends
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     with (
         contextlib.redirect_stdout(Output(sys.stdout)),
         contextlib.redirect_stderr(Output(sys.stderr)),

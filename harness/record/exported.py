@@ -46,7 +46,8 @@ def load_exported(path: Path) -> dict:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             metadata = file.metadata()
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+            names = file.keys()
+            weights = {name: file.get_tensor(name) for name in names}
         weights |= {name: weights[first] for name, first in json.loads(metadata["shared"]).items()}
         return {"model": weights, "bytes": int(metadata["bytes"])}
     except (OSError, KeyError, TypeError, ValueError, safetensors.SafetensorError) as error:

@@ -103,7 +103,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             refuse_links(self.path, key="outputs")
-            self._lock = open(self.path / LOCK, "ab+", buffering=0)  # noqa: SIM115 - open until unlock
+            self._lock = open(self.path / LOCK, "ab+", buffering=0)  # noqa: SIM115
             if not try_lock(self._lock):
                 self._lock.seek(0)
                 raise ValueError(

@@ -13,7 +13,14 @@ import torch
 from harness.record import checkpoint
 from harness.record.rows import RECORD
 from harness.trained import read_run
-from tests.small_runs import crash, make_run, rows_of, run_to_end, temporary_cwd, whole_run  # noqa: F401
+from tests.small_runs import (
+    crash,
+    make_run,
+    rows_of,
+    run_to_end,
+    temporary_cwd,  # noqa: F401 - a fixture
+    whole_run,
+)
 
 WORDS = ("variant=mhsa", "budget.steps=13", "checkpoint.every_steps=3", "eval.test=false")
 NEWEST, PREVIOUS, BEST = (
