@@ -4,6 +4,7 @@ rows in ``bench/results``: ``python -m bench.front_page``.
 It replaces the text between two markers in each page. ``tests/test_front_page.py`` compares the
 text with the rows."""
 
+import argparse
 from pathlib import Path
 
 from bench.published import gpu_sections, readme_table, results_sections
@@ -74,4 +75,6 @@ def bytes_png(folder: Path) -> bytes:
 
 
 if __name__ == "__main__":
+    about = __doc__.partition("\n\n")[0]
+    argparse.ArgumentParser(prog="python -m bench.front_page", description=about).parse_args()
     run_command(main)

@@ -5,6 +5,7 @@ Variants are checked with their defaults, at small sizes and at those of a run, 
 need not check the listed files. If a promise is broken, the exit code is 1 and nothing is
 listed."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -51,4 +52,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    about = __doc__.partition("\n\n")[0]
+    argparse.ArgumentParser(prog="python -m bench.shipped", description=about).parse_args()
     main()

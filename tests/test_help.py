@@ -7,7 +7,7 @@ from hydra import compose, initialize_config_dir
 
 from harness.compose.help import help_text
 from harness.compose.untrusted_config import CONF
-from tests.command_line import train
+from tests.command_line import ROOT, call, train
 from tests.small_runs import temporary_cwd  # noqa: F401 - a fixture
 
 COMMANDS = sorted(
@@ -59,3 +59,13 @@ def test_a_command_prints_its_help_and_composes_nothing(cwd):
 def test_a_misspelt_word_or_one_of_another_program_is_answered_with_ours(word, hint, cwd):
     refused = train(word)
     assert refused.code == 2 and hint in refused.err and not [*cwd.iterdir()], refused
+
+
+@pytest.mark.parametrize(
+    "script", ["bench/front_page.py", "bench/shipped.py", "harness/data/__main__.py"]
+)
+def test_other_commands_explain_themselves_and_refuse_words_that_they_do_not_know(script):
+    readme = (ROOT / "README.md").stat().st_mtime_ns
+    assert call(script, "--help").code == 0
+    assert call(script, "enwik8", "unknown=1").code == 2
+    assert (ROOT / "README.md").stat().st_mtime_ns == readme
