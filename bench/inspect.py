@@ -1,9 +1,10 @@
 """Draws what a trained run attends to: ``python -m bench.inspect run=outputs/latest [text=FILE or
 'some words']``.
 
-It writes two figures into the run folder. ``inspect_attention.png`` has the attention map of every
+It writes figures into the run folder. ``inspect_attention.png`` has the attention map of every
 head for the first ``bytes`` of ``text``, or without ``text`` of the part of valid that is scored.
-``inspect_spans.png`` shows how far back each head attends."""
+``inspect_spans.png`` shows how far back each head attends, and ``inspect_training.png`` the learned
+span of each head during training."""
 
 import math
 import os
@@ -22,6 +23,7 @@ from harness.cache import write_atomically
 from harness.compose.cli import run_command, with_config
 from harness.loop.sampling import token_ids
 from harness.plan.settings import parse_setting
+from harness.record.rows import RECORD, read_rows
 from harness.trained import open_trained
 from variants.contract import Inspection
 
@@ -79,7 +81,12 @@ def main(cfg: DictConfig) -> None:
             maps, run.folder / "inspect_attention.png", title=title, subtitle=f"{about}: {excerpt}"
         )
         draw_reach(maps, inspections, run.folder / "inspect_spans.png", title=title, subtitle=about)
-    print(f"{run.folder}: inspect_attention.png, inspect_spans.png")
+    names = ["inspect_attention.png", "inspect_spans.png"]
+    if curves := span_curves(read_rows(run.folder / RECORD)):
+        with styled():
+            draw_training(curves, run.folder / "inspect_training.png", title=title)
+        names.append("inspect_training.png")
+    print(f"{run.folder}: {', '.join(names)}")
 
 
 def draw_attention(
@@ -141,6 +148,33 @@ def draw_reach(
     ax.set_xticks(range(len(maps)), layer_names(maps))
     ax.set(xlabel="layer; heads side by side", ylabel="bytes back")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    write_atomically(path, png_of(figure))
+
+
+def span_curves(rows: Iterable[Mapping]) -> dict[str, np.ndarray]:
+    """Return by sublayer the learned spans z of its heads in keys, without the ramp, after each
+    train row: ``[rows, 1 + H]``, with the bytes read in the first column."""
+    curves: dict[str, list] = {}
+    for row in rows:
+        if row["kind"] == "train":
+            for name, spans in row["metrics"].items():
+                if name.endswith(".span") and isinstance(spans, list):
+                    curves.setdefault(name, []).append([row["bytes_seen"], *spans])
+    return {name.removesuffix(".span"): np.array(points) for name, points in curves.items()}
+
+
+def draw_training(curves: Mapping[str, np.ndarray], path: Path, *, title: str) -> None:
+    """Draw the span of each head during training: a panel for each layer."""
+    title = f"Learned spans: {title}"
+    about = "z of each head, without the ramp of its mask"
+    size = {"width": max(6.5, 2.6 * len(curves)), "height": 3.6}
+    figure, axes = panels(1, len(curves), title=title, subtitle=about, **size)
+    for name, points, ax in zip(layer_names(curves), curves.values(), axes, strict=True):
+        ax.plot(points[:, 0] / 1e6, points[:, 1:], linewidth=1.4)
+        ax.set_title(f"layer {name}", fontsize=9)
+        ax.set_ylim(0, 1.05 * max(curve[:, 1:].max() for curve in curves.values()))
+        ax.set(xlabel="MB of training", ylabel="bytes back")
+        ax.label_outer()
     write_atomically(path, png_of(figure))
 
 

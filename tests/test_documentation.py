@@ -99,6 +99,14 @@ def test_the_yaml_of_readme_is_a_variant_and_readme_has_at_most_180_lines(cwd):
     assert len(TEXTS["README.md"].splitlines()) <= 180
 
 
+def test_the_layer_of_the_page_on_adaptive_spans_runs_in_own_code(capsys):
+    code = re.search(
+        r"```python\n(.*?)^```$", TEXTS["docs/adaptive_span.md"], re.DOTALL | re.MULTILINE
+    )
+    exec(code[1], {})
+    assert "32., 32., 32., 32." in capsys.readouterr().out
+
+
 def test_the_attention_of_x_transformers_keeps_the_contract(cwd):
     write_yaml_of("docs/any_module.md")
     options = (

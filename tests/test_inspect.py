@@ -9,6 +9,7 @@ from matplotlib import image
 
 from bench import inspect
 from bench.inspect import reach
+from harness.record.rows import RECORD, read_rows
 from tests.small_configs import compose_config
 from tests.small_runs import whole_run
 
@@ -22,7 +23,7 @@ MIXED += (
     "variant.attention.span.ramp=4",
     "runtime.backend=plain",
 )
-FIGURES = ["inspect_attention.png", "inspect_spans.png"]
+FIGURES = ["inspect_attention.png", "inspect_spans.png", "inspect_training.png"]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,15 @@ def draw_figures(run: Path, *words: str) -> list[str]:
         (run / name).unlink(missing_ok=True)
     inspect.main.__wrapped__(compose_config(f"run={run}", *machine, *words, name="inspect"))
     return sorted(path.name for path in run.glob("inspect_*.png"))
+
+
+def test_the_curves_of_spans_are_those_of_the_record_without_the_ramp(trained):
+    rows = [row for row in read_rows(trained / RECORD) if row["kind"] == "train"]
+    curves = inspect.span_curves(rows)
+    assert curves
+    for name, points in curves.items():
+        assert points[:, 0].tolist() == [row["bytes_seen"] for row in rows]
+        assert points[-1, 1:].tolist() == rows[-1]["metrics"][f"{name}.span"]
 
 
 def test_figures_are_written_for_the_corpus_of_the_run_or_a_text_file(
