@@ -44,7 +44,7 @@ def main() -> None:
     if command in ("-h", "--help"):
         print(USAGE)
     elif command == "--version":
-        print(f"attention-windtunnel {metadata.version('attention-windtunnel')}")
+        print(f"attention-windtunnel {_version()}")
     elif command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS)
         allowed = ", ".join(COMMANDS)
@@ -52,6 +52,13 @@ def main() -> None:
         sys.exit(2)
     else:
         _run(command)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("attention-windtunnel")
+    except metadata.PackageNotFoundError:
+        return "(a checkout that is not installed)"
 
 
 def _run(command: str) -> None:
