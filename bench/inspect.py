@@ -169,10 +169,11 @@ def draw_training(curves: Mapping[str, np.ndarray], path: Path, *, title: str) -
     about = "z of each head, without the ramp of its mask"
     size = {"width": max(6.5, 2.6 * len(curves)), "height": 3.6}
     figure, axes = panels(1, len(curves), title=title, subtitle=about, **size)
+    longest = max(curve[:, 1:].max() for curve in curves.values())
     for name, points, ax in zip(layer_names(curves), curves.values(), axes, strict=True):
-        ax.plot(points[:, 0] / 1e6, points[:, 1:], linewidth=1.4)
+        ax.plot(points[:, 0] / 1e6, points[:, 1:], linewidth=1.4, marker=".", markersize=3)
         ax.set_title(f"layer {name}", fontsize=9)
-        ax.set_ylim(0, 1.05 * max(curve[:, 1:].max() for curve in curves.values()))
+        ax.set_ylim(0, 1.05 * max(1.0, longest))
         ax.set(xlabel="MB of training", ylabel="bytes back")
         ax.label_outer()
     write_atomically(path, png_of(figure))

@@ -97,3 +97,15 @@ def test_jobs_of_a_sweep_are_numbered_and_parallel_jobs_have_no_bar(monkeypatch)
 )
 def test_durations(seconds, text):
     assert cells.duration(seconds) == text
+
+
+def test_an_error_of_a_locked_folder_removes_the_bar(monkeypatch):
+    def refuse():
+        raise ValueError("another process works in this folder")
+
+    with on_terminal() as terminal:
+        run = make_run("budget.steps=2")
+        monkeypatch.setattr(run.folder, "lock", refuse)
+        with pytest.raises(ValueError, match="another process"):
+            run.lock_folder()
+    assert terminal.getvalue().endswith("\x1b[2K"), "the line is erased"

@@ -26,10 +26,8 @@ def help_text(command: str, group: str | None = None) -> str:
             raise ValueError(f"--help {group}: no such group; allowed are {', '.join(groups)}")
         default, _ = groups[group]
         path = CONF / group / f"{default or _choices(group)[0]}.yaml"
-        return (
-            f"{group}:\n{_choices_of(group, default)}\n\nkeys of "
-            f"{group}={path.stem}:\n\n{path.read_text()}"
-        )
+        title = f"{group}:\n{_choices_of(group, default)}"
+        return f"{title}\n\nkeys of {group}={path.stem}:\n\n{_read(f'{group}/{path.stem}')}"
     about, examples = _header(command)
     parts = [about, "examples:\n" + "\n".join(f"  {line}" for line in examples)]
     parts += [f"keys of {name}:\n{_indented(body)}" for name, body in _bodies(command)]

@@ -21,7 +21,6 @@ def distribute(
         model, processes, model.residuals(), ignored=unsharded_parameters(model), shard=shard
     )
     optimizers.distributed = distributed
-    optimizers.sharded_parameters = None
     if distributed.dtensors:
         optimizers.sharded_parameters = distributed
 

@@ -48,12 +48,8 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
     mistake."""
     with processes.fail_together():
         plan = make_plan(cfg)
-    display = Display(label=_label(plan) if processes.is_main else None)
-    try:
+    with Display(label=_label(plan) if processes.is_main else None) as display:
         return _prepare(plan, display, command=command, processes=processes)
-    except BaseException:
-        display.stop()
-        raise
 
 
 def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGroup) -> Run:

@@ -117,7 +117,8 @@ class Run:
     def lock_folder(self) -> bool:
         """Lock the run folder. Return False if another process has finished the run in the
         meantime."""
-        self.folder.summary, self.folder.checkpoint = self._processes.on_main(self.folder.lock)
+        with self._display:
+            self.folder.summary, self.folder.checkpoint = self._processes.on_main(self.folder.lock)
         if self.folder.summary:
             self.folder.unlock()
         return not self.folder.summary
@@ -296,8 +297,6 @@ class Run:
             if score.bits_per_byte < state.best_bits or state.best_bits == math.inf:
                 if score.bits_per_byte < math.inf:
                     state.best_bits = score.bits_per_byte
-                else:
-                    state.best_bits = math.inf
                 self._save_best()
 
     def _save_best(self) -> None:

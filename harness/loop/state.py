@@ -8,6 +8,7 @@ from typing import Literal
 import numpy
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from harness.count.memory import Peak
 from harness.data.streams import shard_slice
@@ -55,7 +56,7 @@ class TrainState:
         content = {
             "model": self.model.state_dict(),
             "optimizers": self.optimizers.state_dict(),
-            "state": self.carried,
+            "state": tree_map_only(Tensor, Tensor.cpu, self.carried),  # not the storage of a view
             "spent": vars(self.spent),
             "last": vars(self.last_step),
             "compile_seconds": self.compile_seconds,
@@ -71,8 +72,7 @@ class TrainState:
         }
         if processes.world_size == 1:
             return content
-        carried = processes.all_gather(map_state(lambda s: s.cpu(), self.carried))
-        content["state"] = cat_streams(carried)
+        content["state"] = cat_streams(processes.all_gather(content["state"]))
         content["random"], *content["random_others"] = processes.all_gather(content["random"])
         return full_tensors(content, keep=processes.is_main)
 

@@ -3,6 +3,7 @@ name of the present phase and the time left. Elsewhere it shows nothing."""
 
 import os
 import sys
+from contextlib import AbstractContextManager
 
 JOB = "WINDTUNNEL_JOB"
 """Environment variable of a sweep's jobs: ``job {} of 4: ``, or empty if several jobs run at
@@ -10,9 +11,10 @@ once."""
 REFRESHES_PER_SECOND = 2
 
 
-class Display:
+class Display(AbstractContextManager):
     """A line at the bottom of a terminal, above which other lines are printed. ``label`` comes
-    before the name of a phase. If it is None, or stdout is no terminal, nothing is shown."""
+    before the name of a phase. If it is None, or stdout is no terminal, nothing is shown. An error
+    that leaves the context removes the line."""
 
     def __init__(self, *, label: str | None = ""):
         self._label = label
@@ -28,12 +30,10 @@ class Display:
 
     def phase(self, name: str) -> None:
         """Name what the command does now. A new name is shown at once."""
-        if not self._bar:
-            return
         description = f"{self._label}{name}"
-        is_new = description != self._bar.tasks[0].description
-        self._bar.update(self._task, description=description, refresh=is_new)
-        self._bar.start()
+        if self._bar and description != self._bar.tasks[0].description:
+            self._bar.update(self._task, description=description, refresh=True)
+            self._bar.start()
 
     def advance(self, fraction: float, *, phase: str = "training") -> None:
         """Show the ``fraction`` of the work that is done, from 0 to 1."""
@@ -60,6 +60,10 @@ class Display:
         """Remove the bar, so that others can print."""
         if self._bar:
             self._bar.stop()
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error:
+            self.stop()
 
 
 def job_label(number: int) -> str | None:
