@@ -1,8 +1,8 @@
 """Writes README's table and figure, ``docs/results.md`` and the table of ``docs/gpu.md`` from the
 rows in ``bench/results``: ``python -m bench.front_page``.
 
-It replaces the text between two markers in each page. ``tests/test_front_page.py`` compares the
-text with the rows."""
+It replaces the text between two markers in each page. ``tests/bench/test_front_page.py``
+compares the text with the rows."""
 
 import argparse
 from pathlib import Path

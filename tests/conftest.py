@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.requirements import require
+from tests.support.requirements import require
 
 os.environ.setdefault("MPLBACKEND", "agg")
 
@@ -49,7 +49,7 @@ def isolated_environment(tmp_path_factory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def shared_fork_server() -> Iterator[None]:
     # at the top of the file it would delay collection by seconds
-    from tests.rank_processes import one_server
+    from tests.support.rank_processes import one_server
 
     with one_server():
         yield

@@ -10,8 +10,8 @@ import pytest
 
 from harness.loop import trainer
 from harness.record import rows
-from tests import small_runs
-from tests.command_line import GENERATED, ROOT, empty_folder, train  # noqa: F401 - a fixture
+from tests.support import small_runs
+from tests.support.command_line import GENERATED, ROOT, empty_folder, train  # noqa: F401 - a fixture
 from tests.walks import Walk
 from variants.kernels import window_cpu
 

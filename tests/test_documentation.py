@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from harness.plan.build import plan_run
-from tests.command_line import ROOT, call, empty_folder  # noqa: F401 - a fixture
-from tests.small_configs import CONF, compose_config, jobs
+from tests.support.command_line import ROOT, call, empty_folder  # noqa: F401 - a fixture
+from tests.support.small_configs import CONF, compose_config, jobs
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}

@@ -11,11 +11,11 @@ from omegaconf import OmegaConf
 from bench.published import gpu_sections
 from harness.plan.build import plan_run
 from harness.record.rows import append_row, read_rows
-from tests import gpu_rows
-from tests.bench_rows import cost_row
-from tests.command_line import ROOT
-from tests.gpu_profile import profile_step
-from tests.small_configs import CONF, TINY, VARIANT_NAMES, compose_config
+from tests.support import gpu_rows
+from tests.support.bench_rows import cost_row
+from tests.support.command_line import ROOT
+from tests.support.gpu_profile import profile_step
+from tests.support.small_configs import CONF, TINY, VARIANT_NAMES, compose_config
 
 STUB = """#!/bin/sh
 case "$*" in -c*) echo 2; exit;; esac
@@ -49,7 +49,7 @@ def run_script(folder: Path, *words: str, fail: str = "none") -> tuple[int, list
 def test_a_failure_stops_no_other_command_and_only_what_failed_runs_again(tmp_path):
     code, failed, out = run_script(tmp_path, "kernels", "profile", fail="-m gpu")
     assert code == 1 and "kernels: FAILED with exit code 3" in out
-    assert [call[1] for call in failed] == ["pytest", *["tests.gpu_profile"] * 4]
+    assert [call[1] for call in failed] == ["pytest", *["tests.support.gpu_profile"] * 4]
     code, again, out = run_script(tmp_path, "kernels", "profile", "costs")
     assert [call[1] for call in again] == ["pytest", *["bench.cost"] * 5] and out.count(
         "done before"
@@ -62,7 +62,7 @@ def test_the_commands_of_the_script_compose_for_a_gpu(tmp_path):
     measured = set()
     for module, words in ((call[1] if call[0] == "-m" else call[0], call) for call in calls):
         keys = [word for word in words if "=" in word and not word.startswith("-")]
-        if "train.py" in words or module == "tests.gpu_profile":
+        if "train.py" in words or module == "tests.support.gpu_profile":
             assert plan_run(compose_config(*keys)).runtime.device == "cuda"
         elif module.startswith("bench."):
             config = compose_config(*keys, name=module[6:])

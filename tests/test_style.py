@@ -6,8 +6,8 @@ import re
 import sys
 from pathlib import Path
 
-from tests.command_line import ROOT
-from tests.small_configs import VARIANT_NAMES
+from tests.support.command_line import ROOT
+from tests.support.small_configs import VARIANT_NAMES
 
 PACKAGES = ("variants", "harness", "bench", "windtunnel")
 PRODUCT = [ROOT / "train.py", *(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))]
@@ -155,6 +155,19 @@ def test_imports_have_no_cycle_of_modules_or_folders():
 def test_no_file_is_named_util_and_no_product_file_has_more_than_500_lines():
     assert not [path for path in [*PRODUCT, *TESTS] if path.stem.startswith("util")]
     assert not {path.name: n for path in PRODUCT if (n := len(path.read_text().splitlines())) > 500}
+
+
+def test_tests_mirror_the_tree():
+    """A test lies in the folder of the package that it tests, or of the references, golden numbers
+    and long tables that it reads. Tests of the whole repository lie beside these folders."""
+    tests = [path.relative_to(ROOT / "tests") for path in TESTS if path.name.startswith("test_")]
+    folders = {path.parent.as_posix() for path in tests}
+    assert folders == {*PACKAGES, "reference", "golden", "faults", "."}
+    whole = {path.stem for path in tests if path.parent == Path(".")}
+    assert whole == {
+        f"test_{name}"
+        for name in ("style", "documentation", "architecture_page", "wheel", "gpu_first_run")
+    }
 
 
 def test_the_code_of_bench_names_no_variant():

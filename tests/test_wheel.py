@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import GENERATED, ROOT, TINY
-from tests.timeouts import TIMEOUT_SECONDS
+from tests.support.command_line import GENERATED, ROOT, TINY
+from tests.support.timeouts import TIMEOUT_SECONDS
 from windtunnel.__main__ import COMMANDS, VERBS
 
 PARTS = ("windtunnel", "variants", "harness", "bench", "conf")

@@ -17,8 +17,8 @@ from bench import evidence, front_page
 from bench.report import all_tables
 from bench.tables.frame import Rows
 from harness.record.table import Cell
-from tests.command_line import ROOT
-from tests.small_runs import make_run, run_to_end
+from tests.support.command_line import ROOT
+from tests.support.small_runs import make_run, run_to_end
 
 PRODUCT = ("bench", "harness", "train.py", "variants", "windtunnel")
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>")

@@ -4,7 +4,7 @@ which calls one by name.
 A mechanism outside this package can use them too: it derives from ``OnKernels`` and has the
 attributes ``heads``, ``d_head``, ``position``, ``cache``, ``dropout`` and ``wanted_backend``.
 ``OnKernels``, ``attend``, ``TAKE_VECTORS``, and the names in ``Window`` and in ``VisibleKeys`` stay
-stable. ``tests/outside_attention.py`` is an example.
+stable. ``tests/support/outside_attention.py`` is an example.
 
     visible = Window((span,) * heads, shift)  # kernels/window.py: the keys that a query may see
     past = before(state, visible.past(), k.dtype)

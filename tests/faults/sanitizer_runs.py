@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from tests.attention_case import DOUBLE, assert_same
-from tests.command_line import ROOT
-from tests.window_case import ADDED, Case, kernel
+from tests.support.attention_case import DOUBLE, assert_same
+from tests.support.command_line import ROOT
+from tests.support.window_case import ADDED, Case, kernel
 from variants.adaptive_span import bucket
 from variants.kernels import native, product_search, window, window_cpu
 

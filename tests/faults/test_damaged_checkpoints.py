@@ -13,7 +13,7 @@ import torch
 from harness.record import checkpoint
 from harness.record.rows import RECORD
 from harness.trained import read_run
-from tests.small_runs import (
+from tests.support.small_runs import (
     crash,
     make_run,
     rows_of,

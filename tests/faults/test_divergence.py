@@ -14,8 +14,10 @@ from harness.device.processes import join_processes
 from harness.failures import Diverged
 from harness.loop.trainer import Trainer
 from harness.record.rows import read_rows
-from tests.rank_processes import launch
-from tests.small_runs import (  # noqa: F401
+from tests.harness.test_checkpoint import equal_bits
+from tests.harness.test_distributed_training import distributed_trainer
+from tests.support.rank_processes import launch
+from tests.support.small_runs import (  # noqa: F401
     CARRY,
     DROPOUT,
     SPANS,
@@ -27,8 +29,6 @@ from tests.small_runs import (  # noqa: F401
     saved,
     temporary_cwd,
 )
-from tests.test_checkpoint import equal_bits
-from tests.test_distributed_training import distributed_trainer
 
 OPTIMIZERS = {
     "adamw": (*SPANS, "optim=adamw", "optim.clip=1.0", *DROPOUT),

@@ -13,7 +13,7 @@ from harness.failures import (
     failure_class,
 )
 from harness.loop.run import Run
-from tests.command_line import GENERATED, empty_folder, summaries, train  # noqa: F401 - a fixture
+from tests.support.command_line import GENERATED, empty_folder, summaries, train  # noqa: F401 - a fixture
 
 ERRORS = [
     (ZeroDivisionError("a bug"), 1, "failed"),

@@ -8,7 +8,7 @@ import pytest
 
 from bench.tables.frame import Rows
 from harness.record.rows import RECORD, SUMMARY, read_accepted_rows
-from tests.bench_rows import write_run
+from tests.support.bench_rows import write_run
 
 DEEP = "[" * 200_000
 CONTENTS = {

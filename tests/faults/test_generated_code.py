@@ -13,7 +13,7 @@ from torch._subclasses import fake_tensor
 
 from harness.device.compiled import Compiled
 from harness.model import LanguageModel
-from tests.small_configs import TINY, VARIANT_NAMES, plan, sized
+from tests.support.small_configs import TINY, VARIANT_NAMES, plan, sized
 from variants import backends
 from variants.backends import OnKernels
 

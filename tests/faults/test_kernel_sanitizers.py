@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from tests.attention_case import assert_near
-from tests.command_line import ROOT
 from tests.faults import sanitizer_runs
-from tests.test_native import kernel_outputs
-from tests.timeouts import TIMEOUT_SECONDS
+from tests.support.attention_case import assert_near
+from tests.support.command_line import ROOT
+from tests.support.timeouts import TIMEOUT_SECONDS
+from tests.variants.test_native import kernel_outputs
 from variants.kernels import native
 
 pytestmark = [pytest.mark.cpu_kernel, pytest.mark.faults]
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.cpu_kernel, pytest.mark.faults]
 SPILLED_BEFORE_3_7 = "sm_80 bf16 K=64 soft dropout"
 """Here Triton 3.6 spills 80 bytes in ``key_gradient`` (docs/gpu.md), and more with one stage or a
 later load of ``g_t``; 3.7 spills none."""
-PROGRAM = "import os, sys, torch; from tests.test_native import kernel_outputs;"
+PROGRAM = "import os, sys, torch; from tests.variants.test_native import kernel_outputs;"
 PROGRAM += "torch.save(kernel_outputs(int(os.environ['OMP_NUM_THREADS'])), sys.argv[1])"
 
 
@@ -79,12 +79,12 @@ def test_the_sanitizers_report_a_planted_fault(fault):
     ],
 )
 def test_triton_kernels_compile_without_a_device_and_spill_no_register(tmp_path, words, kernels):
-    """Triton's interpreter accepts code that its compiler refuses. ``tests/triton_spills.py``
-    compiles all kernels."""
+    """Triton's interpreter accepts code that its compiler refuses.
+    ``tests/support/triton_spills.py`` compiles all kernels."""
     triton = pytest.importorskip("triton")
     spilling = words == SPILLED_BEFORE_3_7 and triton.__version__ < "3.7"
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.triton_spills", *words.split()]
+    command = [sys.executable, "-m", "tests.support.triton_spills", *words.split()]
     output = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
     process = subprocess.run(command, env=environment, cwd=ROOT, **output)
     assert process.returncode == spilling, process.stdout + process.stderr

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from harness.record.rows import RECORD, SUMMARY
-from tests.command_line import ROOT, run_folders
-from tests.script_process import exit_code, started
-from tests.small_runs import SMALL, temporary_cwd  # noqa: F401 - a fixture
+from tests.support.command_line import ROOT, run_folders
+from tests.support.script_process import exit_code, started
+from tests.support.small_runs import SMALL, temporary_cwd  # noqa: F401 - a fixture
 
 WORDS = (
     "variant=mhsa",

@@ -16,11 +16,11 @@ from harness.plan.build import Plan
 from harness.record.folder import read_provenance
 from harness.record.rows import CONFIG, EVALUATIONS, FORMAT, RECORD
 from harness.trained import plan_of_run
-from tests.command_line import call
 from tests.faults.test_damaged_checkpoints import write_with_digest
 from tests.faults.test_user_config_folder import MIXER, PAYLOAD
-from tests.small_configs import CONF, CPU
-from tests.small_runs import make_run, temporary_cwd, whole_run  # noqa: F401 - a fixture
+from tests.support.command_line import call
+from tests.support.small_configs import CONF, CPU
+from tests.support.small_runs import make_run, temporary_cwd, whole_run  # noqa: F401 - a fixture
 
 RUN = "theirs"
 
@@ -69,7 +69,7 @@ def plan_of_folder(run: Path) -> Plan:
 
 EVALUATE = ("bench/evaluate.py", f"run={RUN}", "eval.bytes=400", *CPU)
 """One command suffices, because all open a folder by the same function
-(``tests/test_python_api.py``)."""
+(``tests/windtunnel/test_python_api.py``)."""
 
 
 def test_trust_in_the_configuration_of_a_run_folder_is_ignored(run):

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from harness import source
-from tests.command_line import GENERATED, TINY, call, empty_folder  # noqa: F401 - a fixture
-from tests.test_cli import refused
+from tests.harness.test_cli import refused
+from tests.support.command_line import GENERATED, TINY, call, empty_folder  # noqa: F401 - a fixture
 
 TOUCH = {"_target_": "torch.utils.collect_env.run", "command": "touch PWNED"}
 """A node whose function is not on Hydra's own list of forbidden targets."""

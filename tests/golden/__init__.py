@@ -27,7 +27,7 @@ from harness.hashing import integer_hash
 from harness.loop.trainer import Trainer
 from harness.model import NUMERICS, LanguageModel
 from harness.plan.build import plan_run
-from tests.small_configs import VARIANT_NAMES, compose_config, sized, variant_file
+from tests.support.small_configs import VARIANT_NAMES, compose_config, sized, variant_file
 from variants.kernels import native, window_cpu
 
 FOLDER = Path(__file__).parent

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bench.report import all_tables
 from bench.tables.frame import Rows
-from tests.fixed_rows import text_of, write_fixed_rows
+from tests.support.fixed_rows import text_of, write_fixed_rows
 
 FOLDER = Path(__file__).parent
 

@@ -8,7 +8,7 @@ So any tiling drops the same weights, in the forward and the backward pass, on a
 mask is stored. Here low and high are halves of 32 bits, a, b, c are ``FACTORS``, and t is rate *
 2^32. Head h drops the same weights as head 0 would with seed + h. ``mix`` is a bijection of 32
 bits; flipping an input bit flips each output bit about half the time. A kernel in another
-language can draw the same numbers; ``tests/test_dropout.py`` pins some."""
+language can draw the same numbers; ``tests/variants/test_dropout.py`` pins some."""
 
 import torch
 from torch import Tensor

@@ -67,8 +67,8 @@ def launch_options(
     options.
 
     Blocks are the largest with which no register spills (checked for the architectures of
-    ``tests/triton_spills.py``) and no two warps hold the same elements. They are not selected by
-    timing."""
+    ``tests/support/triton_spills.py``) and no two warps hold the same elements. They are not
+    selected by timing."""
     columns = padded_width(width)
     if dtype != torch.float32:
         block = 16
