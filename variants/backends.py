@@ -200,8 +200,8 @@ class OnKernels(Sublayer):
         )
 
     def backend(self, device: torch.device, *, training: bool) -> str:
-        """Return the configured backend. ``auto`` is the first that can run: on a GPU, the first in
-        plain PyTorch.
+        """Select the backend: the configured one, or for ``auto`` the first in the order of ``on``
+        that can run, on a GPU without the kernels of this package and of torch.
 
         On a GPU the harness tests kernels before a run, and replaces ``auto`` by a kernel that
         passed."""

@@ -78,9 +78,9 @@ class LocalAttention(Attention):
         *,
         collect_stats: bool = False,
     ) -> SublayerOutput:
-        """Return the state is the number of bytes in the open block, int64 ``[B]``, and the last M
-        - 1 keys and values of the stream, ``[B, H, M - 1, K]`` each, or inputs ``[B, M - 1, D]``,
-        padded with zeros in front."""
+        """Map one segment. The state is the number of bytes in the open block, int64 ``[B]``, and
+        the last M - 1 keys and values of the stream, ``[B, H, M - 1, K]`` each, or inputs ``[B, M -
+        1, D]``, padded with zeros in front."""
         state, before = self.key_before(state, x)
         segment = self.project_qkv(x, start_of(x, start), before)
         length = x.shape[1]

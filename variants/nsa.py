@@ -103,9 +103,9 @@ class NativeSparse(Attention):
         *,
         collect_stats: bool = False,
     ) -> SublayerOutput:
-        """Return the state is that of the window, keys and values of blocks ``[B, P, 2 G K]``, and
-        the number of bytes in the open block ``[B]``. If keys are shifted, the last unmixed keys of
-        window and blocks are carried, too."""
+        """Map one segment. The state is that of the window, keys and values of blocks ``[B, P, 2 G
+        K]``, and the number of bytes in the open block ``[B]``. If keys are shifted, the last
+        unmixed keys of window and blocks are carried, too."""
         start = start_of(x, start)
         rows = self.far(x)
         initial = (None, rows[:, :0], torch.zeros_like(start))

@@ -116,8 +116,8 @@ class Reformer(MultiHead):
         *,
         collect_stats: bool = False,
     ) -> SublayerOutput:
-        """Return the state is concatenated keys and values ``[B, H, P, 2K]`` and hashes ``[B, H, R,
-        P]``, or past inputs ``[B, P, D]``."""
+        """Map one segment. The state is concatenated keys and values ``[B, H, P, 2K]`` and hashes
+        ``[B, H, R, P]``, or past inputs ``[B, P, D]``."""
         length = x.shape[1]
         start = start_of(x, start)
         if self.cache == "hidden":
