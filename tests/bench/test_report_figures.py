@@ -26,7 +26,7 @@ def lines_of(axes) -> dict:
     return {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in axes.get_lines()}
 
 
-@pytest.mark.parametrize("max_points", [200, 3])
+@pytest.mark.parametrize("max_points", [200, 2])
 def test_a_learning_curve_ends_at_its_last_sample_and_the_final_score_is_no_point_of_it(
     tmp_path, monkeypatch, drawn, max_points
 ):
