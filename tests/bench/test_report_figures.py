@@ -22,7 +22,7 @@ def drawn(monkeypatch) -> dict:
 
 
 def lines_of(axes) -> dict:
-    """The points of each line, by its name."""
+    """Return the points of each line, by its name."""
     return {line.get_label(): [*zip(*line.get_data(), strict=True)] for line in axes.get_lines()}
 
 
