@@ -122,6 +122,7 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
 
 def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     """Yield bits per byte during training, means over seeds, with the final scores as words."""
+    arms = arms.drop_duplicates(["arm", "seed"], keep="last")
     means = {
         arm: _mean_curve(row["record"] for row in runs["row"])
         for arm, runs in arms.groupby("arm", sort=False)
@@ -162,10 +163,9 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     ax.xaxis.set_major_locator(MaxNLocator(6))
     add_legend(ax, title="name: final bits per byte of valid")
     caption = (
-        f"Mean bits per byte of {series} over seeds, during training. The sample selects the "
-        "weights. The first fifth of a line may lie outside the axes. Numbers in the legend are "
-        "the final scores, of the selected weights on the other bytes of valid: other bytes, so "
-        "they are no points of the lines."
+        f"Mean bits per byte of {series} over seeds, during training. The first fifth of a line "
+        "may lie outside the axes. Numbers in the legend are the final scores, of the selected "
+        "weights on the bytes of valid that do not select them, so they are no points of the lines."
     )
     yield drawing_of(figure, name=name, title=title, caption=caption)
 
