@@ -8,7 +8,7 @@ span of each head during training."""
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +19,7 @@ from matplotlib.colors import PowerNorm
 from omegaconf import DictConfig
 
 from bench.tables.drawing import GREY, INK, panels, png_of, styled
+from bench.tables.spans import layer_names, span_curves, span_figure
 from harness.cache import write_atomically
 from harness.compose.cli import run_command, with_config
 from harness.loop.sampling import token_ids
@@ -84,7 +85,8 @@ def main(cfg: DictConfig) -> None:
     names = ["inspect_attention.png", "inspect_spans.png"]
     if curves := span_curves(read_rows(run.folder / RECORD)):
         with styled():
-            draw_training(curves, run.folder / "inspect_training.png", title=title)
+            figure = span_figure(curves, title=f"Learned spans: {title}")
+            write_atomically(run.folder / "inspect_training.png", png_of(figure))
         names.append("inspect_training.png")
     print(f"{run.folder}: {', '.join(names)}")
 
@@ -149,44 +151,6 @@ def draw_reach(
     ax.set(xlabel="layer; heads side by side", ylabel="bytes back")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     write_atomically(path, png_of(figure))
-
-
-def span_curves(rows: Iterable[Mapping]) -> dict[str, np.ndarray]:
-    """Return by sublayer the learned spans z of its heads in keys, without the ramp, after each
-    train row: ``[rows, 1 + H]``, with the bytes read in the first column."""
-    curves: dict[str, list] = {}
-    for row in rows:
-        if row["kind"] == "train":
-            for name, spans in row["metrics"].items():
-                if name.endswith(".span") and isinstance(spans, list):
-                    curves.setdefault(name, []).append([row["bytes_seen"], *spans])
-    return {name.removesuffix(".span"): np.array(points) for name, points in curves.items()}
-
-
-def draw_training(curves: Mapping[str, np.ndarray], path: Path, *, title: str) -> None:
-    """Draw the span of each head during training: a panel for each layer."""
-    title = f"Learned spans: {title}"
-    about = "z of each head, without the ramp of its mask"
-    size = {"width": max(6.5, 2.6 * len(curves)), "height": 3.6}
-    figure, axes = panels(1, len(curves), title=title, subtitle=about, **size)
-    longest = max(curve[:, 1:].max() for curve in curves.values())
-    for name, points, ax in zip(layer_names(curves), curves.values(), axes, strict=True):
-        ax.plot(points[:, 0] / 1e6, points[:, 1:], linewidth=1.4, marker=".", markersize=3)
-        ax.set_title(f"layer {name}", fontsize=9)
-        ax.set_ylim(0, 1.05 * max(1.0, longest))
-        ax.set(xlabel="MB of training", ylabel="bytes back")
-        ax.label_outer()
-    write_atomically(path, png_of(figure))
-
-
-def layer_names(names: Iterable[str]) -> list[str]:
-    """Return ``layers.3.attention`` shortened to ``3``, or to ``3.attention`` if two of the names
-    are of one layer."""
-    names = [name.removeprefix("layers.") for name in names]
-    numbers = [name.partition(".")[0] for name in names]
-    if len(set(numbers)) == len(names):
-        return numbers
-    return names
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:

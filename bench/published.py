@@ -34,13 +34,12 @@ from bench.tables.compare import VARIANTS
 from bench.tables.estimate import pooled_variance
 from bench.tables.frame import REACHED_BITS, frame_of
 from harness.data.associative_recall import BYTES_PER_KEY
-from harness.record.cells import MIB, make_table
+from harness.record.cells import KIB, MIB, make_table
 from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 from harness.record.schema import flatten
 from harness.record.table import Table, to_markdown
 
-KIB = 2**10
 COMPRESSORS = {"bzip2": "bzip2 -9", "xz": "xz -9e"} | {
     f"order-{n}": f"order-{n} byte counts" for n in (2, 3, 5)
 }

@@ -9,13 +9,15 @@ Rows that are not shown are listed with the reason."""
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pandas as pd
 
 from bench.tables.columns import for_terminal
+from bench.tables.compare import ALONE
 from bench.tables.costs import cost_tables, peer_tables
 from bench.tables.frame import Rows
 from bench.tables.page import page_of
@@ -35,6 +37,7 @@ LIMITATIONS = (
 )
 # lists the files of a report, so that a later report in the same folder can remove them
 CONTENTS = "contents.txt"
+PAGE = "index.html"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -56,7 +59,8 @@ def main(words: Sequence[str] | None = None) -> int:
         rows = Rows([*map(Path, options.folders)])
         if rows.frame.empty:
             raise ValueError("nothing to report; " + "; ".join(rows.omitted))
-        for line in [*write_report(rows, Path(options.out), command=command), *rows.omitted]:
+        page = write_report(rows, Path(options.out), command=command)
+        for line in [*rows.omitted, f"page: {page}"]:
             print(one_line(line))
     except (ValueError, OSError) as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
@@ -64,9 +68,9 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
-    """Write the report into the folder ``out``, print the tables of means, and yield the path of
-    each file. ValueError if ``out`` cannot be a folder, StorageFailure if a file cannot be
+def write_report(rows: Rows, out: Path, *, command: str) -> Path:
+    """Write the report into the folder ``out``, print the tables of means, and return the path of
+    the page. ValueError if ``out`` cannot be a folder, StorageFailure if a file cannot be
     written."""
     from bench.tables.figures import draw_all  # matplotlib takes a second to import
 
@@ -79,9 +83,10 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
         runs = rows.frame[rows.frame["kind"] == "run"]
         if len(runs):
             files["runs.csv"] = runs_csv(runs)
-        files |= {f"figures/{drawing.name}.png": drawing.png for drawing in drawings}
-        files |= {f"figures/{drawing.name}.svg": drawing.svg for drawing in drawings}
-        files["index.html"] = page_of(
+        for drawing in chain(*drawings.values()):
+            files[f"figures/{drawing.name}.png"] = drawing.png
+            files[f"figures/{drawing.name}.svg"] = drawing.svg
+        files[PAGE] = page_of(
             TITLE, tables=tables, drawings=drawings, notes=_notes(rows), commands=commands
         )
         for table in tables:
@@ -93,20 +98,21 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Iterator[str]:
                 out / name,
                 content.encode("utf-8", "replace") if isinstance(content, str) else content,
             )
-            yield f"{out / name}"
         _remove_older(out, written=set(files))
     except StorageFailure:
         raise
     except OSError as error:
         raise ValueError(f"--out {out}: cannot be written ({error.strerror})") from error
+    return out / PAGE
 
 
 def all_tables(rows: Rows) -> list[Table]:
-    """Return tables of runs, costs and peers."""
+    """Return tables of runs, costs and peers; those of one row are last."""
     costs, peers = (
         rows.frame["row"][rows.frame["kind"] == kind].tolist() for kind in BENCH_COMMANDS
     )
-    return [*run_tables(rows), *cost_tables(costs), *peer_tables(peers)]
+    tables = [*run_tables(rows), *cost_tables(costs), *peer_tables(peers)]
+    return sorted(tables, key=lambda table: table.caption == ALONE)
 
 
 def runs_csv(runs: pd.DataFrame) -> str:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.published import KIB, LEARNED_ACCURACY
+from bench.published import LEARNED_ACCURACY
 from bench.published_runs import STATE, TEST, published_means
 from bench.tables.compare import VARIANTS
 from bench.tables.drawing import (
     FONT_POINTS,
     INK,
+    LINE_STYLES,
     SPARE_COLOURS,
     add_legend,
     scale_axis,
@@ -28,6 +29,7 @@ from bench.tables.estimate import (
     estimate_mean,
     pooled_variance,
 )
+from harness.record.cells import KIB
 from harness.record.rows import read_rows
 
 COSTS = {
@@ -136,13 +138,14 @@ def recall_curves(path: Path) -> dict[str, pd.DataFrame]:
 def draw_recall(ax, curves: Mapping[str, pd.DataFrame]) -> None:
     """Draw a line for each seed and a thick one for the mean of each curve, and name curves that
     are missing."""
-    for colour, name in zip((INK, *SPARE_COLOURS), CURVES, strict=False):
+    for colour, dashes, name in zip((INK, *SPARE_COLOURS), LINE_STYLES, CURVES, strict=False):
         if name in curves:
             ax.plot(curves[name], color=colour, linewidth=0.6, alpha=0.6)
             label = f"{name} (n={curves[name].shape[1]})"
-            ax.plot(curves[name].mean(axis=1), color=colour, linewidth=2, label=label)
+            means = curves[name].mean(axis=1)
+            ax.plot(means, dashes, color=colour, linewidth=2, label=label)
         else:
-            ax.plot([], color=colour, label=f"{name}: no row yet")
+            ax.plot([], dashes, color=colour, label=f"{name}: no row yet")
     ax.legend(loc="lower right", fontsize=FONT_POINTS)
     ax.set(
         xlabel="megabytes of training",

@@ -86,6 +86,7 @@ FORMS: dict[str, Callable[[Mapping, str], Cell]] = {
     "code": lambda row, key: cells.text(f"`{row[key]}`" if key in row else None),
     "text": lambda row, key: cells.text(row.get(key)),
     "whole": lambda row, key: cells.integer(row.get(key)),
+    "kib": lambda row, key: cells.kib(row.get(key)),
     "mib": lambda row, key: cells.mib(row.get(key)),
     "millions": lambda row, key: cells.millions(row.get(key)),
     "gflops": lambda row, key: cells.in_units(row.get(key), unit=1e9),
@@ -123,9 +124,14 @@ def cell_of(row: Mapping, *, form: str, key: str) -> Cell:
 
 def columns(section: str, *, distances: Sequence[str] = ()) -> list[Column]:
     """Return the columns of a section of ``columns.yaml``; the form ``copies`` stands for a column
-    per distance."""
+    per distance. A text between the columns names the part of those that follow."""
     section_columns = []
-    for heading, form, key, *explained in COLUMNS[section]:
+    part = ""
+    for entry in COLUMNS[section]:
+        if isinstance(entry, str):
+            part = entry
+            continue
+        heading, form, key, *explained = entry
         specs = [(heading, form, key)]
         if form == "copies":
             specs = [
@@ -134,8 +140,9 @@ def columns(section: str, *, distances: Sequence[str] = ()) -> list[Column]:
             ]
         for column_heading, column_form, cell_key in specs:
             cell = partial(cell_of, form=column_form, key=cell_key)
+            numeric = form not in TEXT_FORMS
             section_columns.append(
-                Column(column_heading, *explained, cell=cell, numeric=form not in TEXT_FORMS)
+                Column(column_heading, *explained, cell=cell, numeric=numeric, part=part)
             )
     return section_columns
 

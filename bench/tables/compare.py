@@ -45,6 +45,7 @@ ADDED_OPTIONS = re.compile(r"variant\.\w+\.key_shift$")
 ARM_KEYS = ("backend", "evaluation_backend", "checkpoint", "device_kind")
 """Keys of a row that tell arms apart, besides configuration and code."""
 UNSET = "not set"
+ALONE = "No other run or row that was read is comparable with this one."  # caption of one row
 KEY_NAMES = {"spans_from": "values of learned spans"}  # in captions
 
 
@@ -111,12 +112,12 @@ def arms_of(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame
     return arms
 
 
-def differing_keys(arms: pd.DataFrame, *columns: str) -> str:
-    """Return the settings and ``columns`` in which the rows differ, as text. All keys of a variant
-    count as ``variant``."""
+def difference_words(arms: pd.DataFrame, *columns: str) -> str:
+    """Return a sentence on the settings and ``columns`` in which the rows of a table differ, for
+    captions, or ``ALONE``. All keys of a variant count as ``variant``."""
     settings = pd.DataFrame([*arms["settings"]]).fillna(UNSET)
     names = [
-        "variant" if key.startswith("variant.") else key
+        "variant" if key.startswith("variant.") else key.removesuffix("._target_")
         for key in settings
         if settings[key].nunique() > 1
     ]
@@ -125,7 +126,11 @@ def differing_keys(arms: pd.DataFrame, *columns: str) -> str:
         for key in columns
         if key in arms and arms[key].nunique(dropna=False) > 1
     ]
-    return join_words(dict.fromkeys(names))
+    if names:
+        return f"The rows differ in: {join_words(dict.fromkeys(names))}."
+    if arms["arm"].nunique() > 1:
+        return "The rows differ in what their names say."
+    return ALONE
 
 
 def commit_notes(rows: Iterable[dict]) -> list[str]:

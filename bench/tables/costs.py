@@ -46,11 +46,7 @@ MODES = {
 def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
     """Yield a table for each environment, code, corpus, mode, number of streams and segment.
     ``rows`` go from old to new."""
-    conditions = [
-        (row["mode"], row["streams"], row["segment"] if row["mode"] == "stream" else None)
-        for row in rows
-    ]
-    for index, frame in _groups(rows, conditions):
+    for index, frame in cost_groups(rows):
         keys = frame["row"].map(
             lambda row: json.dumps([row.get(key) for key in REPEAT_KEYS], sort_keys=True)
         )
@@ -63,18 +59,18 @@ def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
         if row["mode"] == "stream":
             segment = f", segment {row['segment']}"
         streams = pluralize(row["streams"], "stream")
+        names = join_words(sorted(newest["variant"].unique()), limit=4)
         notes = compare.commit_notes(newest["row"])
         if n_older := len(frame) - len(newest):
             older = pluralize(n_older, "older row")
             notes.append(f"{older} left out: newer ones have equal settings, backend and length.")
         notes += [*_cost_notes(shown), *compare.missing_formulas_notes(arms, "flops")]
-        differing = compare.differing_keys(arms, "length", "backend", "spans_from")
         yield make_table(
             shown,
             columns("cost"),
             name=f"cost-{index}",
-            title=f"Costs, {row['mode']}: {streams}, {row['device']}, {row['precision']}",
-            caption=f"The rows differ in: {differing}.",
+            title=f"Costs, {row['mode']}: {names}; {streams}, {row['device']}, {row['precision']}",
+            caption=compare.difference_words(arms, "length", "backend", "spans_from"),
             details=(
                 f"{compare.environment_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
                 "Times are of the trainer's training step, after warm-up. Noise was added to the "
@@ -85,6 +81,15 @@ def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
             ),
             notes=notes,
         )
+
+
+def cost_groups(rows: Sequence[dict]) -> Iterator[tuple[int, pd.DataFrame]]:
+    """Yield number and frame of each group of rows of ``bench.cost`` that share a table."""
+    conditions = [
+        (row["mode"], row["streams"], row["segment"] if row["mode"] == "stream" else None)
+        for row in rows
+    ]
+    return _groups(rows, conditions)
 
 
 def peer_tables(rows: Sequence[dict]) -> Iterator[Table]:
@@ -100,6 +105,7 @@ def peer_tables(rows: Sequence[dict]) -> Iterator[Table]:
             key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0))
         )
         row = frame["row"].iloc[-1]
+        folder = PurePath(row["read_from"]).name
         reference = ""
         if row.get("relative_to"):
             reference = f" Relative speeds are to {row['relative_to']}."
@@ -108,14 +114,14 @@ def peer_tables(rows: Sequence[dict]) -> Iterator[Table]:
             shown,
             columns("peers"),
             name=f"peers-{index}",
-            title=f"Peers: {row['job']}, {row['device']}, {row['precision']}",
+            title=f"Peers: {row['job']}, {row['device']}, {row['precision']}; {folder}",
             caption=f"The rows differ in the implementation.{reference}",
             details=(
                 f"{compare.environment_words(row)}. Data: {compare.data_words([row])}.",
                 f"Job: {row['job']}, {pluralize(row['streams'], 'stream')} of {row['segment']:,} "
                 "bytes. Held equal: job, streams, segment, threads, precision and data. "
                 "Parameters are not.",
-                f"All rows are of one call, in the folder {PurePath(row['read_from']).name}.",
+                f"All rows are of one call, in the folder {folder}.",
             ),
             notes=[*compare.commit_notes(frame["row"]), *failed],
         )
@@ -125,14 +131,14 @@ def _groups(
     rows: Sequence[dict], conditions: Sequence[object]
 ) -> Iterator[tuple[int, pd.DataFrame]]:
     """Yield number and frame of each group of rows that are equal in their condition, corpus, code
-    and environment."""
+    and environment, the largest first."""
     keys = []
     for row, condition in zip(rows, conditions, strict=True):
         corpus = row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines"))
         keys.append(f"{condition} {corpus} {compare.cost_key(row)}")
     if rows:
-        for index, (_, group) in enumerate(frame_of(rows).groupby(keys, sort=False), start=1):
-            yield index, group
+        groups = [group for _, group in frame_of(rows).groupby(keys, sort=False)]
+        yield from enumerate(sorted(groups, key=len, reverse=True), start=1)
 
 
 def _name(row: dict) -> list[str]:

@@ -13,7 +13,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from bench.tables.compare import VARIANTS
 from harness.record.table import Drawing
@@ -37,6 +37,7 @@ SPARE_COLOURS = ("#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#009E73")
 SPARE_STYLES = [(colour, marker) for marker in "Xp*h>d" for colour in SPARE_COLOURS]
 """Colour and marker of variants that ``variants.yaml`` does not name."""
 FONT_POINTS = 8.5
+FEW_TICKS_RATIO = 4  # up to which 1, 2, 5, 10, .. are too few ticks
 LOG_RATIO = 8  # an axis is logarithmic if its largest number is more than 8 times its smallest
 
 
@@ -77,7 +78,7 @@ def panels(
     return figure, axes
 
 
-def add_legend(ax: Axes) -> None:
+def add_legend(ax: Axes, *, title: str | None = None) -> None:
     """Add a legend to the right of the axes. Its lines are ordered by the height of their last
     points."""
     lines = [
@@ -94,6 +95,9 @@ def add_legend(ax: Axes) -> None:
             borderaxespad=0.0,
             frameon=False,
             fontsize=FONT_POINTS,
+            title=title,
+            title_fontsize=FONT_POINTS,
+            alignment="left",
         )
 
 
@@ -102,12 +106,14 @@ def scale_axis(axis, numbers: list[float], *, log: bool | None = None) -> None:
     ``LOG_RATIO`` is exceeded."""
     low = min(numbers, default=1)
     high = max(numbers, default=1)
+    locator = MaxNLocator(6)
     if low > 0 and (high > LOG_RATIO * low if log is None else log):
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
-        axis.set_major_locator(
-            LogLocator(base=10, subs=(1, 2, 5) if high < 50 * low else (1,), numticks=10)
-        )
         axis.set_minor_locator(NullLocator())
+        if high > FEW_TICKS_RATIO * low:
+            subs = (1, 2, 5) if high < 50 * low else (1,)
+            locator = LogLocator(base=10, subs=subs, numticks=10)
+    axis.set_major_locator(locator)
     axis.set_major_formatter(FuncFormatter(plain_number))
 
 

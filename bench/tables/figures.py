@@ -1,7 +1,6 @@
-"""The report's figures of comparable rows: learning curves, bits per byte against cost, and cost
-against context."""
+"""The report's figures of comparable rows: bits per byte against cost, learning curves, learned
+spans, and cost against context."""
 
-import hashlib
 from collections.abc import Iterable, Iterator
 
 import pandas as pd
@@ -13,8 +12,8 @@ from bench.tables.compare import (
     cost_key,
     data_words,
     precision_word,
-    run_key,
 )
+from bench.tables.costs import cost_groups
 from bench.tables.drawing import (
     LINE_STYLES,
     add_legend,
@@ -27,9 +26,9 @@ from bench.tables.drawing import (
 )
 from bench.tables.frame import Rows
 from bench.tables.means import BITS, mean_rows
-from bench.tables.runs import basis
-from harness.record.cells import MIB, pluralize
-from harness.record.comparison import code_digest, cost_conditions
+from bench.tables.runs import basis, run_groups
+from bench.tables.spans import span_curves, span_figure
+from harness.record.cells import MIB, join_words, pluralize
 from harness.record.table import Drawing
 
 RUN_COSTS = {
@@ -49,28 +48,30 @@ CONTEXT_COSTS = {
 LINE_KEYS = ("model.span", "batch.segment", "batch.carry", "runtime.backend", "runtime.allocator")
 """Keys of the configuration that may differ between the points of one line, or that the figure
 shows."""
+SERIES = {"valid": "a sample of valid", "train": "train"}
+"""Names of what a learning curve shows, by the kind of its rows."""
 OUT_OF_MEMORY = "out of memory"
 MAX_POINTS = 200  # of a curve, approximately
 # the first fifth of a curve, where it falls from 8 bits, does not set the limits of the axes
 FREE_SHARE = 0.2
 
 
-def draw_all(rows: Rows) -> list[Drawing]:
-    """Return all figures for which there are rows. Equal rows give equal files."""
+def draw_all(rows: Rows) -> dict[str, list[Drawing]]:
+    """Return by the name of each table of runs or costs the figures of its rows. Equal rows give
+    equal files."""
+    costs = rows.frame["row"][rows.frame["kind"] == "cost"].tolist()
+    drawings = {}
     with styled():
-        drawings = []
-        runs, costs = (rows.frame[rows.frame["kind"] == kind] for kind in ("run", "cost"))
-        for index, (_, group) in enumerate(
-            runs.groupby(runs["row"].map(run_key), sort=False), start=1
-        ):
-            arms = group.join(arms_of(group)).sort_values(
-                ["variant", "order", "seed"], kind="stable"
-            )
-            drawings += [
+        for index, arms in enumerate(run_groups(rows), start=1):
+            drawings[f"runs-{index}"] = [
                 *trade_off(arms, name=f"trade-off-{index}"),
                 *curves(arms, name=f"curves-{index}"),
+                *learned_spans(arms, name=f"spans-{index}"),
             ]
-        return [*drawings, *_cost_drawings(costs)]
+        for index, group in cost_groups(costs):
+            if group["length"].nunique() > 1:
+                drawings[f"cost-{index}"] = [_cost_drawing(group, name=f"context-{index}")]
+    return drawings
 
 
 def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
@@ -85,7 +86,7 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     for label, key in RUN_COSTS.items():
         if (one_environment or "FLOPs" in label) and all(key in row for row in rows):
             costs[label] = key
-    if not rows or not costs:
+    if len(rows) < 2 or not costs:
         return
     styles = variant_styles(row["variant"] for row in rows)
     machine = ""
@@ -120,7 +121,8 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
 
 
 def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
-    """Yield bits per byte during training, and on valid at the end; means over seeds."""
+    """Yield bits per byte during training, means over seeds, with the final scores as words."""
+    arms = arms.drop_duplicates(["arm", "seed"], keep="last")
     means = {
         arm: _mean_curve(row["record"] for row in runs["row"])
         for arm, runs in arms.groupby("arm", sort=False)
@@ -136,59 +138,63 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     figure, (ax,) = panels(1, 1, width=8.5, height=height, title=title, subtitle=subtitle)
     for arm, curve in means.items():
         runs = arms[arms["arm"] == arm]
-        style = styles[runs["variant"].iloc[0]]
-        line_style = LINE_STYLES[runs["order"].iloc[0] % len(LINE_STYLES)]
+        label = arm
+        if curve.name == "train":
+            label += " (train)"
+        final = runs[f"valid_{BITS}"].mean()
+        if pd.notna(final):
+            label += f": {final:.4f}"
         ax.plot(
             curve.index,
             curve,
-            **style,
-            linestyle=line_style,
+            **styles[runs["variant"].iloc[0]],
+            linestyle=LINE_STYLES[runs["order"].iloc[0] % len(LINE_STYLES)],
             linewidth=1.4,
             markersize=3,
             alpha=0.9,
-            label=arm,
+            label=label,
         )
         levels += [*curve[curve.index >= FREE_SHARE * curve.index.max()]]
-        end = runs.reindex(columns=["bytes_seen", "valid_bits_per_byte"]).mean().dropna()
-        if len(end) == 2:
-            ax.plot(*end, **style, linestyle="none", markersize=7, alpha=0.8, clip_on=False)
-            levels.append(end.iloc[1])
     margin = 0.05 * (max(levels) - min(levels)) or 0.1
-    ax.set(xlabel="bytes seen", xlim=(0, None), ylabel="bits per byte")
+    series = join_words(sorted({SERIES[curve.name] for curve in means.values()}))
+    ax.set(xlabel="bytes seen", xlim=(0, None), ylabel=f"bits per byte of {series}")
     ax.set_ylim(min(levels) - margin, max(levels) + margin)
     ax.xaxis.set_major_formatter(EngFormatter(unit="B", sep=" "))
     ax.xaxis.set_major_locator(MaxNLocator(6))
-    add_legend(ax)
+    add_legend(ax, title="name: final bits per byte of valid")
     caption = (
-        "Mean bits per byte over seeds. Lines: during training, on a sample of the bytes of valid "
-        "that select the weights, or on train for runs without such scores. Large markers: at the "
-        "end, on the other bytes of valid. The first fifth of a line may lie outside the axes."
+        f"Mean bits per byte of {series} over seeds, during training. The first fifth of a line "
+        "may lie outside the axes. Numbers in the legend are the final scores, of the selected "
+        "weights on the bytes of valid that do not select them, so they are no points of the lines."
     )
     yield drawing_of(figure, name=name, title=title, caption=caption)
 
 
 def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
     """Return the mean bits per byte on valid by bytes seen; on train for runs that did not score
-    valid during training."""
+    valid during training. Its name says which."""
     rows = pd.DataFrame([row for record in records for row in record if not row.get("final")])
     rows = rows.reindex(columns=["kind", "bytes_seen", "bits_per_byte"]).dropna()
     kind = "train"
     if (rows["kind"] == "valid").any():
         kind = "valid"
-    means = rows[rows["kind"] == kind].groupby("bytes_seen")["bits_per_byte"].mean()
-    return means.iloc[:: 1 + len(means) // MAX_POINTS]
+    means = rows[rows["kind"] == kind].groupby("bytes_seen")["bits_per_byte"].mean().rename(kind)
+    step = 1 + len(means) // MAX_POINTS
+    return means.iloc[(len(means) - 1) % step :: step]  # with the last point
 
 
-def _cost_drawings(rows: pd.DataFrame) -> Iterator[Drawing]:
-    """Yield a figure for each environment, code, mode, number of streams and corpus; its name has a
-    digest of these."""
-    keys = []
-    for row in rows["row"]:
-        measured = row["mode"], row["streams"], row["data"]["sha256"]
-        keys.append(repr((cost_conditions(row), code_digest(row), *measured)))
-    for key, group in rows.groupby(keys, sort=False) if keys else ():
-        digest = hashlib.sha256(key.encode()).hexdigest()[:6]
-        yield _cost_drawing(group, name=f"cost-{group['row'].iloc[0]['mode']}-{digest}")
+def learned_spans(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
+    """Yield for each arm with learned spans those of the newest run of its first seed."""
+    firsts = arms.drop_duplicates(["arm", "seed"], keep="last").drop_duplicates("arm")
+    for index, run in enumerate(firsts.itertuples(), start=1):
+        if heads := span_curves(run.row["record"]):
+            title = f"Learned spans: {run.arm}, seed {run.seed:.0f}"
+            caption = (
+                "Each line is a head, which attends to the last z bytes; further back its mask "
+                "falls to 0 over the ramp. windtunnel inspect draws other seeds."
+            )
+            figure = span_figure(heads, title=title)
+            yield drawing_of(figure, name=f"{name}-{index}", title=title, caption=caption)
 
 
 def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
@@ -245,4 +251,5 @@ def _machine(row: dict) -> str:
     compiled = ""
     if row["compile"]:
         compiled = ", compiled"
-    return f"{row['device']}, {row['threads']} threads, {precision_word(row)}{compiled}"
+    threads = pluralize(row["threads"], "thread")
+    return f"{row['device']}, {threads}, {precision_word(row)}{compiled}"

@@ -8,7 +8,7 @@ import base64
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -22,12 +22,12 @@ def page_of(
     title: str,
     *,
     tables: Sequence[Table],
-    drawings: Sequence[Drawing],
+    drawings: Mapping[str, Sequence[Drawing]],
     notes: Sequence[str],
     commands: Sequence[str],
 ) -> str:
-    """Return the page's HTML, equal for equal arguments. ``commands`` are the command lines that
-    made the rows."""
+    """Return the page's HTML, equal for equal arguments. ``drawings`` follow the table that their
+    key names, and ``commands`` are the command lines that made the rows."""
     style, script = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -35,9 +35,9 @@ def page_of(
         f"'sha256-{digest}'"
     )
     links = [
-        f'<li><a href="#{_anchor(part.name)}">{escape(part.title)}</a></li>'
-        for part in [*tables, *drawings]
+        f'<li><a href="#{_anchor(table.name)}">{escape(table.title)}</a></li>' for table in tables
     ]
+    articles = [_article(table, drawings.get(table.name, ())) for table in tables]
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -52,11 +52,11 @@ def page_of(
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<nav aria-label="Contents"><ul>
+<nav aria-label="Contents"><ol>
 {chr(10).join(links)}
-</ul></nav>
+</ol></nav>
 <main>
-{"".join(map(_table, tables))}{"".join(map(_drawing, drawings))}
+{"".join(articles)}
 <h2>Notes</h2>
 <ul class="notes" id="notes">{_items(notes)}</ul>
 <h2>Commands</h2>
@@ -78,25 +78,41 @@ def _items(lines: Sequence[str]) -> str:
     return "".join(f"<li>{escape(line)}</li>\n" for line in lines)
 
 
-def _table(table: Table) -> str:
-    """Return a table with its caption, notes and explanations."""
+def _article(table: Table, drawings: Sequence[Drawing]) -> str:
+    """Return a table with its caption, notes and explanations, and then its drawings."""
     explained = [
         f"{column.heading}: {column.explanation}" for column in table.columns if column.explanation
     ]
-    return f"""<article id="{_anchor(table.name)}" class="table">
+    parts = dict.fromkeys(column.part for column in table.columns if column.part) or {"": None}
+    return f"""<article id="{_anchor(table.name)}">
 <h2>{escape(table.title)}</h2>
 <p class="caption">{escape(table.caption)}</p>
-<div class="scroll" role="region" tabindex="0" aria-label="{escape(table.title)}">
-<table>
-<thead><tr>{"".join(map(_heading, table.columns))}</tr></thead>
-<tbody>
-{"".join(_row(row, table.columns) for row in table.rows)}</tbody>
-</table>
-</div>
-<ul class="notes">{_items(table.notes)}</ul>
+{"".join(_part(table, part) for part in parts)}<ul class="notes">{_items(table.notes)}</ul>
 <details><summary>Protocol and columns</summary>
 <ul>{_items([*table.details, *explained])}</ul></details>
-</article>
+{"".join(map(_drawing, drawings))}</article>
+"""
+
+
+def _part(table: Table, part: str) -> str:
+    """Return the columns of one part of a table and those of all parts, and the rows that have
+    anything in the part."""
+    shown = [i for i, column in enumerate(table.columns) if column.part in ("", part)]
+    columns = [table.columns[i] for i in shown]
+    own = [i for i in shown if table.columns[i].part == part]
+    rows = [
+        _row([row[i] for i in shown], columns)
+        for row in table.rows
+        if any(row[i].text for i in own)
+    ]
+    return f"""<div class="scroll" role="region" tabindex="0" aria-label="{escape(table.title)}">
+<table>
+<caption>{escape(part)}</caption>
+<thead><tr>{"".join(map(_heading, columns))}</tr></thead>
+<tbody>
+{"".join(rows)}</tbody>
+</table>
+</div>
 """
 
 
@@ -136,9 +152,8 @@ def _drawing(drawing: Drawing) -> str:
     """Return a drawing with its caption, as an image and not as inline SVG, because ids inside two
     SVGs may be equal."""
     image = base64.b64encode(drawing.svg).decode()
-    return f"""<article id="{_anchor(drawing.name)}">
-<h2>{escape(drawing.title)}</h2>
+    return f"""<figure>
 <img src="data:image/svg+xml;base64,{image}" alt="{escape(drawing.title)}">
-<p class="caption">{escape(drawing.caption)}</p>
-</article>
+<figcaption class="caption">{escape(drawing.caption)}</figcaption>
+</figure>
 """

@@ -22,26 +22,31 @@ UNCONTROLLED = {
 those that do."""
 
 
-def run_tables(rows: Rows) -> Iterator[Table]:
-    """Yield a table for each group of comparable runs, with time and memory if these are comparable
-    (``cost_key``)."""
+def run_groups(rows: Rows) -> list[pd.DataFrame]:
+    """Return the groups of comparable runs with their arms (``arms_of``): the group of the most
+    arms first, and of groups of as many arms that of the most runs."""
     runs = rows.frame[rows.frame["kind"] == "run"]
-    for index, (_, group) in enumerate(
-        runs.groupby(runs["row"].map(compare.run_key), sort=False), start=1
-    ):
-        arms = group.join(compare.arms_of(group)).sort_values(
-            ["variant", "order", "seed"], kind="stable"
-        )
+    groups = [
+        group.join(compare.arms_of(group)).sort_values(["variant", "order", "seed"], kind="stable")
+        for _, group in runs.groupby(runs["row"].map(compare.run_key), sort=False)
+    ]
+    return sorted(groups, key=lambda arms: (arms["arm"].nunique(), len(arms)), reverse=True)
+
+
+def run_tables(rows: Rows) -> Iterator[Table]:
+    """Yield a table for each of ``run_groups``, with time and memory if these are comparable
+    (``cost_key``)."""
+    for index, arms in enumerate(run_groups(rows), start=1):
         newest = arms.drop_duplicates(["arm", "seed"], keep="last")
         split, reference = basis(newest)
         means = mean_rows(newest, by="arm", split=split, reference=reference, baselines={})
-        comparable = group["row"].tolist()
+        comparable = arms.sort_index()["row"].tolist()
         last = comparable[-1]
         n_scores = pluralize(rows.test_scores.get(last["data"]["sha256"], 0), "time")
         notes = [f"Test was scored {n_scores} in the folders that were read."]
         notes += [*compare.commit_notes(comparable), *_notes(arms, means)]
         about = _about(arms, comparable)
-        caption = f"The rows differ in: {compare.differing_keys(arms, 'backend', 'seed')}."
+        caption = compare.difference_words(arms, "backend")
         if reference:
             caption = f"Differences are from {reference} on {split}. {caption}"
         costs = columns("costs")
@@ -59,11 +64,21 @@ def run_tables(rows: Rows) -> Iterator[Table]:
             [*means, *_compressors(last)],
             columns("runs", distances=_copies(arms)) + costs,
             name=f"runs-{index}",
-            title=f"{last['data']['name']}, {compare.budget_words(last['budget'])} of training",
+            title=_title(arms, last),
             caption=caption,
             details=about,
             notes=notes,
         )
+
+
+def _title(arms: pd.DataFrame, row: dict) -> str:
+    """Return the title of a table of runs, such as ``enwik8, 2,000,000 bytes of training: 6 runs of
+    3 configurations``."""
+    names = arms["arm"].unique()
+    about = f"{pluralize(len(arms), 'run')} of {pluralize(len(names), 'configuration')}"
+    if len(names) == 1:
+        about = f"{names[0]}, {pluralize(len(arms), 'run')}"
+    return f"{row['data']['name']}, {compare.budget_words(row['budget'])} of training: {about}"
 
 
 def basis(arms: pd.DataFrame) -> tuple[str, str | None]:

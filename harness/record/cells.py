@@ -6,6 +6,7 @@ from functools import partial
 
 from harness.record.table import Cell, Column, Table
 
+KIB = 2**10
 MIB = 2**20
 EMPTY = Cell(text="")
 CAPPED_MARK = "*"  # mark of a score of the first bytes of a split only
@@ -47,6 +48,7 @@ def in_units(number: float | None, *, unit: float) -> Cell:
     return Cell(text=significant(number / unit), value=number / unit)
 
 
+kib = partial(in_units, unit=KIB)
 mib = partial(in_units, unit=MIB)
 millions = partial(in_units, unit=1e6)
 

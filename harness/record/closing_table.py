@@ -147,7 +147,8 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     peak = "-"
     if memory["peak_bytes"] is not None:
         peak = f"{memory['peak_bytes'] / 2**20:,.1f} MiB"
-    yield "memory", f"{about}{peak} peak, {memory['state_bytes'] / 2**20:,.1f} MiB carried state"
+    state = cells.kib(memory["state_bytes"]).text
+    yield "memory", f"{about}{peak} peak, {state} KiB carried state"
     compiling = ""
     if seconds := summary["compile_seconds"]:
         compiling = f", and {seconds:,.1f} s of compiling"

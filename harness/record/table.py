@@ -35,6 +35,8 @@ class Column:
     explanation: str = ""  # what the number is and how it was measured
     cell: Callable[[object], Cell] | None = None  # returns the cell of a row
     numeric: bool = True  # numbers are aligned to the right and sorted by value
+    # the part of a page's table that has the column; all parts have those without one
+    part: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

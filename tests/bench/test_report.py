@@ -66,6 +66,23 @@ def test_tables_of_the_fixed_rows_equal_the_golden_tables(tmp_path):
         assert texts[name] == text, name
 
 
+def test_the_largest_comparison_is_first_and_a_row_without_another_is_last(tmp_path):
+    write_fixed_rows(tmp_path)  # the golden tables say which has which name
+    compared = ["runs-1", "runs-2", "runs-3", "runs-4", "cost-1", "cost-2", "peers-1", "peers-2"]
+    assert [*tables(tmp_path)] == [*compared, "runs-5", "cost-3"]
+
+
+def test_rows_that_differ_in_their_code_only_are_not_said_to_differ_in_nothing(tmp_path):
+    for seed in (0, 1):
+        change(
+            write_run(tmp_path, seed=seed),
+            source=f"{seed}" * 64,
+            numerics=NUMERICS | {"variant": seed},
+        )
+    (table,) = tables(tmp_path).values()
+    assert len(column(table, "n")) == 5 and "The rows differ in what" in table.caption
+
+
 def test_in_a_narrow_terminal_no_name_and_no_number_is_cut(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     write_fixed_rows(tmp_path)

@@ -1,6 +1,7 @@
 """``python -m bench.report``: the files that it writes and removes, and the mistakes that it
 refuses."""
 
+import re
 import subprocess
 import sys
 from unittest.mock import patch
@@ -26,9 +27,10 @@ def test_the_command_writes_all_files_without_torch_and_removes_outdated_ones(tm
     )
     assert process.returncode == 0, process.stderr
     figures = {path.name.partition("-")[0] for path in (out / "figures").glob("*.png")}
-    assert figures == {"trade", "curves", "cost"}
-    for name in ("runs-1.csv", "cost-1.csv", "index.html"):
-        assert (out / name).stat().st_size and name in process.stdout
+    assert figures == {"curves", "spans", "context"}
+    assert all((out / name).stat().st_size for name in ("runs-1.csv", "cost-1.csv", "index.html"))
+    *others, last = process.stdout.splitlines()
+    assert last == f"page: {out / 'index.html'}" and not [o for o in others if str(out) in o]
     headings, run = (line.split(",") for line in (out / "runs.csv").read_text().splitlines())
     cells = dict(zip(headings, run, strict=True))
     assert (cells["variant"], cells["seed"], cells["valid_bits_per_byte"]) == (
@@ -43,10 +45,13 @@ def test_the_command_writes_all_files_without_torch_and_removes_outdated_ones(tm
     )
     page = (out / "index.html").read_text()
     assert "python train.py variant=adaptive_span seed=0" in page and "Refused: " in page
+    (article,) = re.findall('<article id="at-runs-1">.*?</article>', page, re.DOTALL)
+    spans = "Learned spans: adaptive_span, seed 0"
+    assert re.findall('alt="(.*?)"', article) == ["Learning curves", spans]
     (out / "mine.md").write_text("not of the report")
     for path in rows.glob("*/rows.jsonl"):
         path.unlink()
-    with patch("bench.tables.figures.draw_all", return_value=[]):
+    with patch("bench.tables.figures.draw_all", return_value={}):
         assert main([str(rows), "--out", str(out)]) == 0
     assert not (out / "cost-1.csv").exists() and not [*(out / "figures").iterdir()]
     assert (out / "runs-1.csv").exists() and (out / "mine.md").exists()

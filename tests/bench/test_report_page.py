@@ -6,9 +6,12 @@ from dataclasses import replace
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+from bench.report import write_report
+from bench.tables.frame import Rows
 from bench.tables.page import page_of
 from harness.record.table import Cell, Column, Drawing, Table
 from tests.support import browser
+from tests.support.fixed_rows import write_fixed_rows
 
 SVG = (
     b'<svg xmlns="http://www.w3.org/2000/svg" width="400pt" height="300pt"><path id="line" d="M '
@@ -41,7 +44,7 @@ DRAWING = Drawing(name="drawn", title="Title of drawn", caption="What is drawn."
 CONTENT = {
     "title": "A report",
     "tables": [TABLE],
-    "drawings": [DRAWING, replace(DRAWING, name="2")],
+    "drawings": {"cost": [DRAWING, replace(DRAWING, name="2")]},
     "notes": ["Read from 2 files.", "Refused: rows.jsonl: line 3: not JSON"],
     "commands": ["python train.py variant=mhsa", "python -m bench.report"],
 }
@@ -55,6 +58,8 @@ HOSTILE = (
     "nothing-to-break-at-" * 30,
     "=HYPERLINK(1)",
 )
+CLIPPED = """return [...document.querySelectorAll(".scroll, html")]
+    .filter((frame) => frame.scrollWidth > frame.clientWidth).length;"""
 INTRUDE = """const [address, done] = arguments, refused = [];
 document.addEventListener("securitypolicyviolation",
                           (event) => refused.push(event.effectiveDirective));
@@ -86,11 +91,25 @@ def test_the_page_opens_from_disk_sorts_and_shows_hostile_text_as_text(tmp_path)
         about = {"title": hostile, "caption": hostile, "notes": HOSTILE, "details": HOSTILE}
         rows = tuple((Cell(text=text),) * 3 for text in HOSTILE)
         tables = [Table(name=hostile, columns=columns, rows=rows, **about)]
-        drawings = [replace(DRAWING, name=f"{hostile}2", title=hostile, caption=hostile)]
+        drawings = {hostile: [replace(DRAWING, name=f"{hostile}2", title=hostile, caption=hostile)]}
         open_page(
             title=hostile, tables=tables, drawings=drawings, notes=[*HOSTILE], commands=[*HOSTILE]
         )
         assert_hostile_text_is_text(page)
+
+
+def test_a_wide_table_is_shown_in_parts_and_nothing_of_it_is_clipped_at_1280_pixels(tmp_path):
+    write_fixed_rows(tmp_path / "rows")
+    index = write_report(Rows([tmp_path / "rows"]), tmp_path / "report", command="")
+    with browser.chromium(tmp_path) as page:
+        page.get(index.as_uri())
+        browser.resize(page, 1280)
+        parts = page.find_elements(By.CSS_SELECTOR, "#at-runs-1 table")
+        lines = [part.text.splitlines() for part in parts]
+        assert [words[0] for words in lines] == ["Bits per byte", "Model", "Time and memory"]
+        assert lines[0][-1].startswith("gzip")
+        assert all(words[-1].startswith("local 1 ") for words in lines[1:])
+        assert page.execute_script(CLIPPED) == 0
 
 
 def assert_complete_without_requests(page, path):
@@ -113,7 +132,9 @@ def assert_complete_without_requests(page, path):
         link.get_attribute("href").partition("#")[2]
         for link in page.find_elements(By.CSS_SELECTOR, "nav a")
     ]
-    assert [page.find_element(By.ID, link).tag_name for link in links] == ["article"] * 3
+    (article,) = [page.find_element(By.ID, link) for link in links]
+    assert article.tag_name == "article" and article.text.startswith(TABLE.title)
+    assert len(article.find_elements(By.CSS_SELECTOR, ".scroll ~ figure")) == 2
     widths = "return [...document.querySelectorAll('img')].map((image) => image.naturalWidth)"
     assert len(page.execute_script(widths)) == 2 and all(page.execute_script(widths))
 

@@ -66,7 +66,7 @@ def test_the_closing_table_has_the_numbers_of_the_summary_and_marks_capped_ones(
         "2.95M (kernel) executed",
         "2.69M ideal",
         "about 16T needed",
-        "about 340.0 MiB peak, 1.0 MiB carried",
+        "about 340.0 MiB peak, 1,024 KiB carried",
     )
     words += (
         "12,500 bytes per second",

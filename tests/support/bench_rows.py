@@ -203,14 +203,14 @@ def run_rows(
         }
         score, clock = bits + 2.0 / step, {"seconds": step * 8.0, "bytes_per_second": 12_500.0}
         spent = {"training_flops": step * 8e11, "clock": clock}
-        rows.append(
-            {"kind": "train", **progress, "bits_per_byte": score + 0.05, "metrics": {}, **spent}
-        )
+        metrics = METRICS.get(variant, {})
+        spent |= {"metrics": metrics}
+        rows.append({"kind": "train", **progress, "bits_per_byte": score + 0.05, **spent})
         if step % 4 == 0:
             scored = {
                 "bits_per_byte": score,
                 "capped_bytes": 100_000,
-                "metrics": METRICS.get(variant, {}),
+                "metrics": metrics,
             }
             rows.append({"kind": "valid", **progress, **scored})
     final = {"final": True, "bits_per_byte": bits, "capped_bytes": None}
