@@ -7,6 +7,7 @@ import pytest
 
 from bench import planning, turns
 from bench.cost import is_measured
+from bench.progress import Progress
 from bench.tables.costs import cost_tables
 from bench.turns import Entry, time_in_turn
 from harness.record.cells import MIN_CALLS
@@ -172,7 +173,7 @@ def test_by_default_a_quantity_is_timed_in_twenty_calls_or_for_a_minute():
     assert 2 * compose_config(name="peers").rounds >= MIN_CALLS
     slow = Entry(name="slow", task=None, process=Mock(call=lambda *_, **__: [25_000.0]))
     quick = Entry(name="quick", task=None, process=Mock(call=lambda *_, **__: [1.0]))
-    time_in_turn([slow, quick], "train", rounds=5, seconds=0.1)
+    time_in_turn([slow, quick], "train", rounds=5, seconds=0.1, progress=Progress(1.0))
     assert (len(slow.rounds["train"]), len(quick.rounds["train"])) == (3, 5)
 
 

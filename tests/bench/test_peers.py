@@ -11,6 +11,7 @@ import torch
 from bench.cost_worker import Task
 from bench.peer_workers import INSTALL, REFERENCE, TRANSFORMERS, PeerWorker, ReferenceModel
 from bench.peers import make_row
+from bench.progress import Progress
 from bench.turns import Entry, measure
 from harness.device.worker_process import WorkerError
 from harness.record.rows import read_rows
@@ -83,6 +84,7 @@ def test_entries_start_together_and_take_turns_and_a_failed_one_is_not_measured_
     monkeypatch.setattr("bench.turns.WorkerProcess", fake_worker)
     entries = [Entry(name=name, task=name) for name in ("a", "b", "lost")]
     options = {"timed": ("train",), "rounds": 2, "seconds": 0.0, "parallel": 3}
+    options["progress"] = Progress(9.0)
     assert measure(entries, worker=PeerWorker, **options) == entries
     assert [name for method, name in calls if method == "times"] == ["a", "b", "b", "a"]
     assert entries[0].rounds["train"] == [[1.0], [2.0]]
