@@ -100,9 +100,11 @@ def main(cfg: DictConfig) -> None:
             "the sizes of a run"
         )
         for combination, plan in plans:
-            progress.begin(str(combination), seconds=COMBINATION_SECONDS)
+            progress.begin(f"checking {combination}", seconds=COMBINATION_SECONDS)
             found[str(combination)] = findings(plan)
-        progress.begin("sizes of the run, which take longest", seconds=RUN_SIZES_SECONDS)
+        progress.begin(
+            "checking the sizes of the run, which take longest", seconds=RUN_SIZES_SECONDS
+        )
         found["sizes of the run"] = findings_at_run_sizes(plans[0][0])
         if compare_device:
             progress.phase("comparing the device with float64")
