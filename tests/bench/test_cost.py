@@ -1,5 +1,6 @@
 """``python -m bench.cost``: its rows, their costs, and the mistakes that it refuses."""
 
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -35,6 +36,7 @@ def cost(*words: str) -> CommandOutcome:
 
 def rows_of(outcome: CommandOutcome) -> list[dict]:
     assert outcome.code == 0, outcome.err
+    assert re.match(r"about [\d a-z]+, more where .*: \d measurement|measured before", outcome.out)
     path = Path(outcome.out.rpartition("rows: ")[2].strip())
     return read_rows(path)
 

@@ -96,6 +96,7 @@ def test_the_command_measures_all_installed_peers_and_prints_a_table(cwd, compil
     words = ("context=16", "variants=[adaptive_span]", *QUICK, "batch.streams=2", "rows=rows.jsonl")
     outcome = call("bench/peers.py", *words, f"runtime.compile={compiled}")
     assert outcome.code == 0, outcome
+    assert "s: 3 measurements of memory and train, 2 rounds each\n" in outcome.out
     rows = read_rows(cwd / "rows.jsonl")
     names = [REFERENCE, TRANSFORMERS, "adaptive_span"]
     assert [row["name"] for row in rows] == names and "Peers: language model, " in outcome.out
