@@ -254,7 +254,7 @@ def test_a_broken_promise_is_shown_with_byte_and_mode_and_the_next_job_still_run
     ]
     detail = (
         r"changing bytes 1 to 30 moved the output at byte 0 by [\d.e-]+ \(layers\.0\.mixer, "
-        r"stream \d; eval, "
+        r"stream \d+; eval, "
     )
     assert len(broken) == 2 and re.search(detail, broken[0])
     verdicts = [line for line in lines if re.match(f"mine: FAILED: {detail}", line)]

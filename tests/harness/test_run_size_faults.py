@@ -32,7 +32,7 @@ def leaked(case: str, *, at: str = r"\d+", layer: str = r"\d") -> str:
     """Return the pattern of a leak's line."""
     return (
         rf"changing bytes {at} to \d+ moved the output at byte \d+ by [\d.e+-]+ "
-        rf"\(layers\.{layer}\.toy, stream \d; {case}"
+        rf"\(layers\.{layer}\.toy, stream \d+; {case}"
     )
 
 

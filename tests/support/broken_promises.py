@@ -117,7 +117,7 @@ def overflows_backwards(self, y, x):
 FUTURES = {p.FUTURE_EVAL, p.FUTURE_TRAIN}
 CHANGED_FROM_ONE = (
     r"changing bytes 1 to 14 moved the output at byte 0 by [\d.e+-]+ "
-    r"\(layers\.0\.part0, stream \d; {}, 15 x 15 bytes without a past\)"
+    r"\(layers\.0\.part0, stream \d+; {}, 15 x 15 bytes without a past\)"
 )
 CUT = rf"eval, 3 x 15 bytes without a past cut at 1: {LOCATION}"
 NO_INFLUENCE = r"eval: byte {} of layers\.0\.part0 in 12 draws of parameters: declared is {}"
