@@ -116,7 +116,12 @@ def main(cfg: DictConfig) -> None:
     print(verdict)
     print(*itertools.starmap(_details, found.items()), *compared, sep="\n")
     if refusals:
-        print(_refused(refusals))
+        # keys and values that are refused, without the reasons
+        refused = dict.fromkeys(explain(error).partition(": ")[0] for error in refusals)
+        print(
+            f"refused  {pluralize(len(refusals), 'combination')}, with {join_words(refused)} "
+            "(add one of these to the command to read why)"
+        )
     print(verdict, LIMITATION, sep="\n")
 
 
@@ -138,15 +143,6 @@ def _details(title: str, findings: list) -> str:
         return f"pass  {title}: {pluralize(len(findings), 'promise')}"
     count = f"{len(failures)} of {pluralize(len(findings), 'promise')} broken"
     return "\n  ".join([f"FAIL  {title}: {count}", *map(str, failures)])
-
-
-def _refused(errors: list[Exception]) -> str:
-    """Return a line with the number of refused combinations and, in short, each reason once."""
-    reasons = dict.fromkeys(explain(error).partition(": ")[0] for error in errors)
-    return (
-        f"refused  {pluralize(len(errors), 'combination')}, with {join_words(reasons)} "
-        "(add one of these to the command to read why)"
-    )
 
 
 def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combination, object]]:
@@ -213,9 +209,9 @@ def _training_plan(*words: str):
 
 def compare_with_float64() -> object:
     """Return a Finding of whether the device, in float32, agrees with plain PyTorch in float64 on a
-    CPU. In bfloat16 some
-    activations change sign and some scores their order, so numbers only have to be finite; but
-    ``with_backend`` compares a GPU's attention backend, uncompiled, in the run's precision."""
+    CPU. In bfloat16 some activations change sign and some scores their order, so numbers only have
+    to be finite; but ``with_backend`` compares a GPU's attention backend, uncompiled, in the run's
+    precision."""
     import torch
 
     from harness.check.select_backend import SEGMENTS, TOLERANCE, agreement, with_backend

@@ -63,17 +63,14 @@ def main(cfg: DictConfig) -> None:
     window_cuts = round(CUTS * WINDOW_CUTS_SHARE)
     options = {"runtime": runtime, "future_seed": provenance["seed"]}
     with Progress() as progress:
-        scoring = f"{plan.variant}: scoring {len(split):,} bytes of {cfg.split} in"
-        progress.phase(f"{scoring} streams, then twice more")
+        progress.phase(f"{plan.variant}: scoring {len(split):,} bytes of {cfg.split} three times")
         score = score_stream(
             model, split, collect_stats=True, cuts=CUTS - window_cuts, **options, **cut
         )
-        progress.phase(f"{scoring} windows")
         windows = score_windows(model, split, cuts=window_cuts, **options)
         floor = corpus.floor_bits(split)
         scores = [score, windows]
         future, causal = check_causality(model, scores, floor=floor, precision=runtime.precision)
-        progress.phase(f"{scoring} contexts of each length")
         context_curve = score_context(
             model,
             split,

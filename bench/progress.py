@@ -7,9 +7,8 @@ from harness.record.display import JOB, Display, job_label
 
 
 class Progress(Display):
-    """The display of work that consists of steps of estimated ``seconds`` (or another unit), in
-    all and each. Where calls are ``timed``, it changes only between steps. Leaving the context
-    removes the bar."""
+    """The display of work that consists of steps of estimated ``seconds``, in all and each.
+    Where calls are ``timed``, it changes only between steps. Leaving the context removes it."""
 
     def __init__(self, seconds: float = 0.0, *, timed: bool = False):
         label = job_label(job_number()) if JOB in os.environ else ""

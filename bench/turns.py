@@ -166,8 +166,7 @@ def measure(
         list(pool.map(build, entries))
         measured = _without_repeated_code(entries)
         n_repeated = len(entries) - len(measured)
-        rest = _entry_seconds(timed, rounds, seconds) - PREPARATION_SECONDS
-        progress.seconds -= n_repeated * rest
+        progress.seconds -= n_repeated * _entry_seconds(timed, rounds, seconds)
         list(pool.map(measure_memory, measured))
         for quantity in timed:
             time_in_turn(measured, quantity, rounds=rounds, seconds=seconds, progress=progress)

@@ -27,10 +27,11 @@ class Display(AbstractContextManager):
     def __init__(self, *, label: str | None = "", log: bool = False, auto_refresh: bool = True):
         self._label = label
         self._bar = None
-        self._log = log and label is not None and not sys.stdout.isatty()
+        self._log = False
         self._next_line = 0.0
-        self._began = 0.0
-        if label is not None and sys.stdout.isatty():
+        if label is not None and not sys.stdout.isatty():
+            self._log = log
+        elif label is not None:
             self._bar = _make_bar(auto_refresh=auto_refresh)
             self._task = self._bar.add_task(label, total=None, note="")
 
