@@ -105,7 +105,12 @@ def main(cfg: DictConfig) -> None:
         progress.begin(
             "checking the sizes of the run, which take longest", seconds=RUN_SIZES_SECONDS
         )
-        found["sizes of the run"] = findings_at_run_sizes(plans[0][0])
+        try:
+            found["sizes of the run"] = findings_at_run_sizes(plans[0][0])
+        except MISTAKES:  # what was found before may explain it
+            progress.stop()
+            print(*itertools.starmap(_details, found.items()), sep="\n")
+            raise
         if compare_device:
             progress.phase("comparing the device with float64")
             compared.append(compare_with_float64())

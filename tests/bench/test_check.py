@@ -209,6 +209,16 @@ def test_an_error_after_a_broken_promise_keeps_its_exit_code(cwd, monkeypatch):
     )
 
 
+def test_an_error_at_the_sizes_of_the_run_hides_no_finding(cwd, checked_plans, monkeypatch):
+    def refuse(plan):
+        raise ValueError("model.span=512: too long")
+
+    monkeypatch.setattr("harness.check.admission.findings_at_sizes", refuse)
+    outcome = check("variant=mhsa", *SINGLE, "runtime.backend=plain")
+    assert outcome.code == 2 and outcome.err == "error: model.span=512: too long\n"
+    assert outcome.out.endswith("pass  none, kv, attend_self=true, plain: 1 promise\n")
+
+
 POSITION = "from variants.position import Alibi\n\nclass Steep(Alibi):\n    pass\n"
 STEEP = "_target_: my_mixer.Steep\n_partial_: true\n"
 
