@@ -13,9 +13,10 @@ A choice that is typed does not vary: ``position=relative`` (or any key of ``pos
 ``model.cache=hidden``, ``model.attend_self=false``, ``runtime.backend=plain``, or ``recipe=..``,
 which fixes position, cache and attend_self.
 
-Each combination prints a line, followed by a line for each broken promise. If a promise is broken,
-the exit code is 1. If the configuration or the model cannot be built, the mechanism refuses the
-combination, and its line gives the reason. If it refuses all combinations, the exit code is 2.
+The verdict is printed first and last. Between them each combination has a line, followed by a line
+for each broken promise, and one line counts the combinations that the mechanism refuses: those
+whose configuration or model cannot be built. If a promise is broken, the exit code is 1. If all
+combinations are refused, it is 2.
 
 With a ``runtime.device`` that names a GPU, or ``agree=true``, one more line compares the device
 with plain PyTorch in float64 on a CPU: logits and gradients of a model with few layers, by the
@@ -37,8 +38,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from harness.compose.cli import MISTAKES, explain, run_command, task_words, with_config
+from harness.record.cells import duration, join_words, pluralize
 
 COMMAND_KEYS = ("agree",)
+COMBINATION_SECONDS = 2.0
+"""Typical time to check a combination of a small model, on one core."""
+RUN_SIZES_SECONDS = 40.0
+"""Typical time to check the sizes of a run, on one core."""
 LIMITATION = (
     "Only a reference, as in tests/reference, shows whether a mechanism computes what "
     "its paper says."
@@ -58,19 +64,15 @@ class Combination(NamedTuple):
     backend: str = ""
 
     def __str__(self) -> str:
-        return ", ".join(
-            filter(
-                None, [self.position, self.cache, f"attend_self={self.attend_self}", self.backend]
-            )
-        )
+        return f"{self.position}, {self.cache}, attend_self={self.attend_self}, {self.backend}"
 
 
 @with_config("check")
 def main(cfg: DictConfig) -> None:
+    from bench.progress import Progress
     from harness.check.conformance import findings, named_kind
     from harness.device.selection import device_kind
     from harness.plan.settings import RuntimeSettings, parse_section, parse_setting
-    from harness.record.cells import pluralize
 
     name = cfg.variant.name
     typed = {word.lstrip("+~").partition("=")[0] for word in task_words(HydraConfig.get())}
@@ -80,48 +82,72 @@ def main(cfg: DictConfig) -> None:
     if compare_device:
         # raises if there is no such device
         device_kind(parse_section(RuntimeSettings, cfg.runtime, key="runtime"))
-    # an empty set where the contract is kept
-    broken_by_combination: dict[Combination, set[str]] = {}
-    refused: list[str] = []
+    plans = []
+    refusals = []
     for combination, plan in combinations(cfg, typed=typed):
         if isinstance(plan, Exception):
-            error = plan
-            refused.append(f"refused  {combination}: {explain(error)}\n")
+            refusals.append(plan)
         else:
-            broken_by_combination[combination] = _print_findings(str(combination), findings(plan))
-    if not broken_by_combination:  # all combinations are refused
-        raise error
-    broken_at_sizes = _print_findings(
-        "sizes of the run", findings_at_run_sizes(next(iter(broken_by_combination)))
-    )
-    print(*refused, sep="", end="")
-    outcome = "keeps the contract in"
-    if broken_promises := broken_at_sizes.union(*broken_by_combination.values()):
-        BROKEN.append(name)
-        n_passed = list(broken_by_combination.values()).count(set())
-        outcome = (
-            f"{pluralize(len(broken_promises), 'promise')} broken; it keeps the contract in "
-            f"{n_passed} of"
+            plans.append((combination, plan))
+    if not plans:
+        raise refusals[-1]
+    seconds = len(plans) * COMBINATION_SECONDS + RUN_SIZES_SECONDS
+    found = {}
+    compared = []
+    with Progress(seconds) as progress:
+        progress.print(
+            f"{name}: about {duration(seconds)} for {pluralize(len(plans), 'combination')} and "
+            "the sizes of a run"
         )
-    ending = ""
-    if refused:
-        ending = f", {len(refused)} refused"
-    print(f"{name}: {outcome} {pluralize(len(broken_by_combination), 'combination')}{ending}")
-    if compare_device and not device_agrees():
+        for combination, plan in plans:
+            progress.begin(f"checking {combination}", seconds=COMBINATION_SECONDS)
+            found[str(combination)] = findings(plan)
+        progress.begin(
+            "checking the sizes of the run, which take longest", seconds=RUN_SIZES_SECONDS
+        )
+        try:
+            found["sizes of the run"] = findings_at_run_sizes(plans[0][0])
+        except MISTAKES:  # what was found before may explain it
+            progress.stop()
+            print(*itertools.starmap(_details, found.items()), sep="\n")
+            raise
+        if compare_device:
+            progress.phase("comparing the device with float64")
+            compared.append(compare_with_float64())
+    broken = [finding for finding in sum(found.values(), compared) if not finding.passed]
+    if broken:
         BROKEN.append(name)
-    print(LIMITATION)
+    verdict = f"{name}: {_verdict(broken, len(plans), len(refusals))}"
+    print(verdict)
+    print(*itertools.starmap(_details, found.items()), *compared, sep="\n")
+    if refusals:
+        # keys and values that are refused, without the reasons
+        refused = dict.fromkeys(explain(error).partition(": ")[0] for error in refusals)
+        print(
+            f"refused  {pluralize(len(refusals), 'combination')}, with {join_words(refused)} "
+            "(add one of these to the command to read why)"
+        )
+    print(verdict, LIMITATION, sep="\n")
 
 
-def _print_findings(title: str, findings: list) -> set[str]:
-    """Print a line, and below it each broken promise; return the names of the broken promises."""
+def _verdict(broken: list, n_checked: int, n_refused: int) -> str:
+    """Return what was found in ``n_checked`` combinations, in one sentence."""
+    if not broken:
+        refused = f" ({n_refused} refused)" if n_refused else ""
+        return f"PASSED: keeps the contract in {pluralize(n_checked, 'combination')}{refused}"
+    first = broken[0]
+    n_others = len({finding.promise for finding in broken}) - 1
+    others = f" and {n_others} more" if n_others else ""
+    return f'FAILED: {first.detail}; broken: "{first.promise}"{others}'
+
+
+def _details(title: str, findings: list) -> str:
+    """Return a line, and below it a line for each broken promise."""
     failures = [finding for finding in findings if not finding.passed]
-    if failures:
-        count = f"{len(failures)} of {len(findings)} promises broken"
-    else:
-        count = f"{len(findings)} promises"
-    print(f"{'FAIL' if failures else 'pass'}  {title}: {count}")
-    print(*(f"  {finding}\n" for finding in failures), sep="", end="", flush=True)
-    return {finding.promise for finding in failures}
+    if not failures:
+        return f"pass  {title}: {pluralize(len(findings), 'promise')}"
+    count = f"{len(failures)} of {pluralize(len(findings), 'promise')} broken"
+    return "\n  ".join([f"FAIL  {title}: {count}", *map(str, failures)])
 
 
 def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combination, object]]:
@@ -186,16 +212,17 @@ def _training_plan(*words: str):
     return make_plan(recompose("train", *words, drop=COMMAND_KEYS))
 
 
-def device_agrees() -> bool:
-    """Print and return whether the device, in float32, agrees with plain PyTorch in float64 on a
+def compare_with_float64() -> object:
+    """Return a Finding of whether the device, in float32, agrees with plain PyTorch in float64 on a
     CPU. In bfloat16 some activations change sign and some scores their order, so numbers only have
-    to be finite; but ``with_backend`` compares a GPU's attention backend, uncompiled, in the
-    run's precision."""
+    to be finite; but ``with_backend`` compares a GPU's attention backend, uncompiled, in the run's
+    precision."""
     import torch
 
     from harness.check.select_backend import SEGMENTS, TOLERANCE, agreement, with_backend
     from harness.check.small import reduce_depth
     from harness.device.torch_settings import configure_torch
+    from variants.conformance import Finding
 
     plan = _training_plan("model.dropout=0.0")  # because the device draws other dropout masks
     names = {name for layer in plan.layers for name in layer}
@@ -204,8 +231,7 @@ def device_agrees() -> bool:
     try:
         small = with_backend(replace(small, runtime=plan.runtime), device_runtime)
     except ValueError as error:
-        print(f"FAIL  agrees with float64: {error}", flush=True)
-        return False
+        return Finding("agrees with float64", False, str(error))
     with torch.random.fork_rng(devices=[]):
         backends = {
             s.backend(device_runtime.device, training=True)
@@ -217,9 +243,8 @@ def device_agrees() -> bool:
     if passed and device_runtime.precision != "float32":
         passed, finite = agreement(small, device_runtime, tolerance=math.inf)
         detail += f", {device_runtime.precision} is {'finite' if passed else finite}"
-    label = f"{'pass' if passed else 'FAIL'}  agrees with float64 on {device_runtime.device}"
-    print(f"{label}, {'+'.join(sorted(backends))}, float32: {detail}", flush=True)
-    return passed
+    promise = f"agrees with float64 on {device_runtime.device}, {'+'.join(sorted(backends))}"
+    return Finding(f"{promise}, float32", passed, detail)
 
 
 @functools.wraps(main)

@@ -18,6 +18,7 @@ import torch
 from omegaconf import DictConfig
 
 from bench.arithmetic import BITS, ESCAPE, Decoder, Encoder, frequencies
+from bench.progress import Progress
 from harness import source
 from harness.cache import write_atomically
 from harness.compose.cli import run_command, with_config
@@ -65,7 +66,7 @@ DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of
 
 @torch.no_grad()
 def code_streams(
-    coder: Encoder | Decoder, content: bytes, *, streams, model, symbols, runtime
+    coder: Encoder | Decoder, content: bytes, *, streams, model, symbols, runtime, progress
 ) -> tuple[bytes, dict]:
     """Encode ``content``, or decode ``len(content)`` bytes, one byte of each stream at a time.
     ``symbols`` has the byte of each token id. Return the content and counts: ``predicted`` bytes,
@@ -87,7 +88,12 @@ def code_streams(
     state = None
     bits = 0.0
     escaped = 0
+    progress.print(
+        f"{len(content):,} bytes, in {len(columns):,} forward passes of "
+        f"{pluralize(len(lengths), 'stream')}"
+    )
     for position, column in enumerate(columns):
+        progress.advance(position / len(columns), phase="coding")
         active = np.array(lengths) > position  # streams that have a byte at this position
         if position == 0:
             column[:] = [coder.code(UNIFORM, byte) for byte in column.tolist()]
@@ -230,7 +236,10 @@ def main(cfg: DictConfig) -> None:
         content = corpus.splits[split].numpy().tobytes().translate(corpus.symbols.ljust(256, b"\0"))
     lengths = stream_lengths(len(content), streams or math.ceil(len(content) / STREAM_BYTES))
     encoder = Encoder()
-    _, counts = code_streams(encoder, content, streams=len(lengths), **keywords)
+    with Progress() as progress:
+        _, counts = code_streams(
+            encoder, content, streams=len(lengths), progress=progress, **keywords
+        )
     header = {
         "bytes": len(content),
         "sha256": digest(content),
@@ -270,9 +279,14 @@ def decompress(cfg: DictConfig) -> None:
     if differences:
         reason = f"these conditions differ from the encoder's: {', '.join(differences)}"
         raise ValueError(f"file={file}: cannot be decoded, because {reason}; {SAME_AS_ENCODER}")
-    content, _ = code_streams(
-        Decoder(code), bytes(header["bytes"]), streams=header["streams"], **keywords
-    )
+    with Progress() as progress:
+        content, _ = code_streams(
+            Decoder(code),
+            bytes(header["bytes"]),
+            streams=header["streams"],
+            progress=progress,
+            **keywords,
+        )
     if digest(content) != header["sha256"]:
         raise ValueError(
             f"file={file}: the SHA-256 of the decoded bytes is not that of the encoded ones; "

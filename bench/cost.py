@@ -25,8 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 from bench import CONF
 from bench.cost_worker import CostWorker, Task
 from bench.planning import pop_keys, recompose, row_digests, typed_command
+from bench.progress import Progress
 from bench.rows import row_file
-from bench.turns import Entry, measure, show_progress
+from bench.turns import Entry, announce, measure
 from harness.cache import user_path
 from harness.check.admission import admission
 from harness.compose.cli import run_command, with_config
@@ -88,12 +89,20 @@ def main(cfg: DictConfig) -> None:
                 entries.append(entry)
         size = settings.parallel or max(len(entries), 1)
         groups += [entries[first : first + size] for first in range(0, len(entries), size)]
-    for plan in plans:
-        show_progress(f"{plan.variant}: checking the contract")
-        admission(plan)
+    groups = [group for group in groups if group]
     rows = []
-    for group in filter(None, groups):
-        rows += [append_row(file, row) for row in measure_group(group, settings=settings)]
+    with announce(
+        sum(map(len, groups)),
+        timed=settings.timed,
+        rounds=settings.rounds,
+        seconds=settings.seconds,
+    ) as progress:
+        for plan in plans:
+            progress.phase(f"{plan.variant}: checking the contract")
+            admission(plan)
+        for group in groups:
+            measured = measure_group(group, settings=settings, progress=progress)
+            rows += [append_row(file, row) for row in measured]
     for table in cost_tables(rows):  # bench.report shows all of their columns
         print_table(for_terminal(table))
     print(f"rows: {file}")
@@ -137,7 +146,9 @@ def make_entry(
     return Entry(name=f"length {length}: {config.variant.name}, {backend}", task=task)
 
 
-def measure_group(entries: list[Entry], *, settings: CostSettings) -> list[Cost]:
+def measure_group(
+    entries: list[Entry], *, settings: CostSettings, progress: Progress
+) -> list[Cost]:
     """Measure the entries of one length in turn, and return their rows. An entry that runs out of
     memory is measured again alone, because the processes of the others also use memory."""
     limit = None
@@ -148,6 +159,7 @@ def measure_group(entries: list[Entry], *, settings: CostSettings) -> list[Cost]
         "rounds": settings.rounds,
         "seconds": settings.seconds,
         "limit_bytes": limit,
+        "progress": progress,
     }
     options["timed"] = settings.timed
     measured = measure(entries, parallel=settings.parallel or 1, **options)
@@ -158,7 +170,7 @@ def measure_group(entries: list[Entry], *, settings: CostSettings) -> list[Cost]
             (entry,) = measure([Entry(name=entry.name, task=entry.task)], **options)
         row = make_row(entry, settings=settings, interleaved=len(measured) > 1 and not repeat)
         outcome = f"{row.variant}, {row.backend}: {row.reason or 'measured'}"
-        print(f"length {row.length:>6,}  {outcome}", flush=True)
+        progress.print(f"length {row.length:>6,}  {outcome}")
         rows.append(row)
     return rows
 

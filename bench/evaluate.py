@@ -18,7 +18,7 @@ from harness.compose.cli import run_command, with_config
 
 @with_config("evaluate")
 def main(cfg: DictConfig) -> None:
-    from bench.turns import show_progress
+    from bench.progress import Progress
     from harness import source
     from harness.loop.scoring import (
         CUTS,
@@ -60,16 +60,24 @@ def main(cfg: DictConfig) -> None:
         protocol["context"] = streamed_context(protocol["span"], plan.model.layers)
     split = split[:limit]
     cut = {key: protocol[key] for key in ("streams", "segment", "context")}
-    show_progress(f"{plan.variant}: scoring {len(split):,} bytes of {cfg.split} three times")
     window_cuts = round(CUTS * WINDOW_CUTS_SHARE)
     options = {"runtime": runtime, "future_seed": provenance["seed"]}
-    score = score_stream(
-        model, split, collect_stats=True, cuts=CUTS - window_cuts, **options, **cut
-    )
-    windows = score_windows(model, split, cuts=window_cuts, **options)
-    floor = corpus.floor_bits(split)
-    scores = [score, windows]
-    future, causal = check_causality(model, scores, floor=floor, precision=runtime.precision)
+    with Progress() as progress:
+        progress.phase(f"{plan.variant}: scoring {len(split):,} bytes of {cfg.split} three times")
+        score = score_stream(
+            model, split, collect_stats=True, cuts=CUTS - window_cuts, **options, **cut
+        )
+        windows = score_windows(model, split, cuts=window_cuts, **options)
+        floor = corpus.floor_bits(split)
+        scores = [score, windows]
+        future, causal = check_causality(model, scores, floor=floor, precision=runtime.precision)
+        context_curve = score_context(
+            model,
+            split,
+            runtime=runtime,
+            longest=2 * protocol["span"],
+            segment=protocol["segment"],
+        )
     row = {
         "kind": "evaluation",
         "format": FORMAT,
@@ -80,13 +88,7 @@ def main(cfg: DictConfig) -> None:
         "bits_per_repeat": score.bits_by_label(corpus.repeat_masks(split)),
         "floor_bits_per_byte": floor,
         **future.row(),
-        "context_curve": score_context(
-            model,
-            split,
-            runtime=runtime,
-            longest=2 * protocol["span"],
-            segment=protocol["segment"],
-        ),
+        "context_curve": context_curve,
         "bytes": len(score.nats),
         "metrics": model.metrics(score.stats),
         "check": provenance.get("check") if causal else NOT_CAUSAL,
@@ -101,7 +103,6 @@ def main(cfg: DictConfig) -> None:
         "weights_bytes_seen": run.best["bytes"],
         **runtime.describe(),
     }
-    show_progress("")
     append_row(folder / EVALUATIONS, row)
     print_row(row, folder)
 

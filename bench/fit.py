@@ -26,7 +26,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from bench.cost_worker import full_state
 from bench.planning import pop_keys
-from bench.turns import show_progress
+from bench.progress import Progress
 from harness.check.admission import admission
 from harness.check.small import contract_plan
 from harness.compose.cli import run_command, with_config
@@ -64,7 +64,16 @@ def main(cfg: DictConfig) -> None:
     plan = plan_run(cfg, sweeping=is_sweep())
     kind = kind_of(plan)
     admission(contract_plan(plan, kind))
-    prediction = predict(plan)
+    with Progress() as progress:
+        progress.phase(f"{plan.variant}: predicting a step of {plan.batch.streams:,} streams")
+        prediction = predict(plan)
+        if limit_bytes:
+            progress.phase(f"{plan.variant}: searching the largest number of streams")
+            streams = most_streams(
+                lambda n: predict(plan, streams=n)["predicted_peak_bytes"],
+                limit_bytes=limit_bytes,
+                min_streams=plan.batch.accumulate,
+            )
     peak = prediction["predicted_peak_bytes"]
     by_cause = prediction["by_cause"]
     batch = f"{plan.batch.streams} streams of {plan.batch.segment} bytes"
@@ -82,11 +91,6 @@ def main(cfg: DictConfig) -> None:
         lines.append(
             ("fits", "yes" if peak <= limit_bytes else "no", f"in {limit_bytes / 2**20:,.0f} MiB")
         )
-        streams = most_streams(
-            lambda n: predict(plan, streams=n)["predicted_peak_bytes"],
-            limit_bytes=limit_bytes,
-            min_streams=plan.batch.accumulate,
-        )
         lines.append(
             ("most streams", f"{streams:,}", f"that fit; up to {MAX_STREAMS:,} were tried")
         )
@@ -94,7 +98,6 @@ def main(cfg: DictConfig) -> None:
     title = f"Predicted memory of {plan.variant} on {kind}, {eager_plan(plan).runtime.precision}, "
     title += "within 10% of the measured peak" if verified else "not verified"
     columns = (Column("", numeric=False), Column(""), Column("what it is", numeric=False))
-    show_progress("")
     print_table(
         Table(title=title, columns=columns, rows=[[*map(cells.text, line)] for line in lines])
     )
@@ -124,7 +127,6 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
     for so many ``streams``, by default the plan's. Return ``backend``; ``by_cause``, the bytes of
     each of ``CAUSES``; and the sum of these, ``predicted_peak_bytes``. ValueError if memory
     depends on values of tensors, which fake tensors lack."""
-    show_progress(f"{plan.variant}: predicting a step of {streams or plan.batch.streams:,} streams")
     if streams is not None:
         plan = replace(plan, batch=replace(plan.batch, streams=streams))
     device = torch.device(kind_of(plan))

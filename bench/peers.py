@@ -13,7 +13,7 @@ from typing import Annotated
 from annotated_types import Gt
 from omegaconf import DictConfig
 
-from bench.turns import Entry, measure
+from bench.turns import Entry, announce, measure
 from harness.cache import user_path
 from harness.compose.cli import run_command, with_config
 from harness.record.row import Peers
@@ -47,13 +47,9 @@ def main(cfg: DictConfig) -> None:
     settings = parse_section(PeerSettings, pop_keys(cfg, *COMMAND_KEYS), key="")
     file = row_file(user_path(cfg.outputs, key="outputs"), command="peers", path=settings.rows)
     entries = make_entries(cfg, settings.variants)
-    measure(
-        entries,
-        worker=PeerWorker,
-        timed=("train",),
-        rounds=settings.rounds,
-        seconds=settings.seconds,
-    )
+    options = {"timed": ("train",), "rounds": settings.rounds, "seconds": settings.seconds}
+    with announce(len(entries), **options) as progress:
+        measure(entries, worker=PeerWorker, progress=progress, **options)
     rows = [append_row(file, make_row(entry, entries[0])) for entry in entries]
     for table in peer_tables([row | {"read_from": str(file.parent)} for row in rows]):
         print_table(table)

@@ -2,7 +2,6 @@
 FLOPs. Entries are timed in turn, so that a drift of the machine's speed affects all of them
 alike."""
 
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -12,20 +11,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from bench.progress import Progress
 from harness.device.worker_process import WorkerError, WorkerProcess
-from harness.record.cells import MIN_CALLS
+from harness.record.cells import MIN_CALLS, duration, join_words, pluralize
 
 # an entry whose calls of a quantity have taken so long in all gets no further round of it
 MAX_MS = 60_000.0
+PREPARATION_SECONDS = 1.0
+"""Typical time to build a model, to measure its memory, or to count its FLOPs, without
+compilation."""
 CODE_KEYS = ("variant", "backend", "evaluation_backend", "compile", "protocol")
 """Entries in which these facts are equal run the same code."""
-
-
-def show_progress(text: str) -> None:
-    """Replace the terminal's progress line by ``text``; an empty text clears it. Does nothing
-    without a terminal."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)
 
 
 def time_calls(
@@ -91,7 +87,26 @@ class Entry:
         return {"p20": p20, "p50": p50, "p80": p80, "n": len(times_ms)}
 
 
-def time_in_turn(entries: Sequence[Entry], quantity: str, *, rounds: int, seconds: float) -> None:
+def announce(n_entries: int, *, timed: Sequence[str], rounds: int, seconds: float) -> Progress:
+    """Print how long ``measure`` will take for so many entries, and return their display."""
+    progress = Progress(n_entries * _entry_seconds(timed, rounds, seconds), timed=True)
+    if n_entries:
+        progress.print(
+            f"about {duration(progress.seconds)}, more where a call takes over {seconds:g} s: "
+            f"{pluralize(n_entries, 'measurement')} of {join_words(['memory', *timed])}, "
+            f"{rounds} rounds each"
+        )
+    return progress
+
+
+def _entry_seconds(timed: Sequence[str], rounds: int, seconds: float) -> float:
+    """Return the seconds that an entry takes if no call takes more than ``seconds``."""
+    return 3 * PREPARATION_SECONDS + len(timed) * rounds * seconds
+
+
+def time_in_turn(
+    entries: Sequence[Entry], quantity: str, *, rounds: int, seconds: float, progress: Progress
+) -> None:
     """Time a quantity of all entries that have not failed: ``rounds`` rounds of ``seconds`` seconds
     per entry, fewer for an entry that reaches ``MAX_MS``. Successive rounds begin with
     successive entries."""
@@ -101,9 +116,11 @@ def time_in_turn(entries: Sequence[Entry], quantity: str, *, rounds: int, second
             for entry in entries
             if not entry.status and sum(map(sum, entry.rounds[quantity])) < MAX_MS
         ]
+        progress.seconds -= (len(entries) - len(ready)) * seconds
         first = index % max(len(ready), 1)
         for entry in ready[first:] + ready[:first]:
-            show_progress(f"{entry.name}: {quantity}, round {index + 1} of {rounds}")
+            step = f"{entry.name}: {quantity}, round {index + 1} of {rounds}"
+            progress.begin(step, seconds=seconds)
             if times_ms := entry.ask("times", quantity, seconds=seconds):
                 entry.rounds[quantity].append(times_ms)
 
@@ -115,6 +132,7 @@ def measure(
     timed: Sequence[str],
     rounds: int,
     seconds: float,
+    progress: Progress,
     limit_bytes: int | None = None,
     parallel: int = 1,
 ) -> list[Entry]:
@@ -126,19 +144,19 @@ def measure(
     ``limit_bytes`` in addition to its initial memory."""
 
     def build(entry: Entry) -> None:
-        show_progress(f"{entry.name}: build")
+        progress.begin(f"{entry.name}: build", seconds=PREPARATION_SECONDS)
         entry.facts = entry.ask("identity")
         assert entry.facts, f"no provenance: {entry.reason}"
         entry.facts |= entry.ask("build") or {}
 
     def measure_memory(entry: Entry) -> None:
-        show_progress(f"{entry.name}: memory")
+        progress.begin(f"{entry.name}: memory", seconds=PREPARATION_SECONDS)
         entry.facts["memory"] = {}
         for method in worker.memory:
             entry.facts["memory"] |= entry.ask(method) or {}
 
     def count_flops(entry: Entry) -> None:
-        show_progress(f"{entry.name}: FLOPs")
+        progress.begin(f"{entry.name}: FLOPs", seconds=PREPARATION_SECONDS)
         entry.facts |= entry.ask("flops") or {}
 
     with ExitStack() as stack, ThreadPoolExecutor(parallel) as pool:
@@ -147,11 +165,12 @@ def measure(
             entry.process = stack.enter_context(process)
         list(pool.map(build, entries))
         measured = _without_repeated_code(entries)
+        n_repeated = len(entries) - len(measured)
+        progress.seconds -= n_repeated * _entry_seconds(timed, rounds, seconds)
         list(pool.map(measure_memory, measured))
         for quantity in timed:
-            time_in_turn(measured, quantity, rounds=rounds, seconds=seconds)
+            time_in_turn(measured, quantity, rounds=rounds, seconds=seconds, progress=progress)
         list(pool.map(count_flops, measured))
-        show_progress("")
     return measured
 
 

@@ -8,6 +8,7 @@ import torch
 
 from bench.arithmetic import BITS, ESCAPE, TOTAL, Decoder, Encoder, frequencies
 from bench.compress import code_streams
+from bench.progress import Progress
 from harness.device.torch_settings import configure_torch
 from tests.support.small_configs import TINY, plan
 
@@ -70,7 +71,7 @@ def test_weights_of_nan_are_refused():
     model = plan(*TINY).make_model()
     with torch.no_grad():
         model.head.weight.fill_(math.nan)
-    coding = {"streams": 5, "symbols": bytes(range(256))}
+    coding = {"streams": 5, "symbols": bytes(range(256)), "progress": Progress()}
     with pytest.raises(ValueError, match="run: its weights give logits that are not finite"):
         code_streams(
             Encoder(),

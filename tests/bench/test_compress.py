@@ -80,6 +80,7 @@ def test_a_compressed_file_is_restored_and_its_size_is_printed(
     packed = encode(folder, tmp_path, content, "streams=40")
     printed = capsys.readouterr().out
     assert decode(folder, packed) == content
+    assert f"{len(content):,} bytes, in " in printed
     assert f"{len(content):,} bytes in, {packed.stat().st_size:,} bytes out" in printed
     if len(content) < 2:
         assert printed.endswith("no byte was predicted, so there is no score to compare with\n")

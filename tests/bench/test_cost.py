@@ -1,5 +1,6 @@
 """``python -m bench.cost``: its rows, their costs, and the mistakes that it refuses."""
 
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -7,6 +8,7 @@ import pytest
 
 from bench import planning, turns
 from bench.cost import is_measured
+from bench.progress import Progress
 from bench.tables.costs import cost_tables
 from bench.turns import Entry, time_in_turn
 from harness.record.cells import MIN_CALLS
@@ -34,6 +36,7 @@ def cost(*words: str) -> CommandOutcome:
 
 def rows_of(outcome: CommandOutcome) -> list[dict]:
     assert outcome.code == 0, outcome.err
+    assert re.match(r"about [\d a-z]+, more where .*: \d measurement|measured before", outcome.out)
     path = Path(outcome.out.rpartition("rows: ")[2].strip())
     return read_rows(path)
 
@@ -172,7 +175,7 @@ def test_by_default_a_quantity_is_timed_in_twenty_calls_or_for_a_minute():
     assert 2 * compose_config(name="peers").rounds >= MIN_CALLS
     slow = Entry(name="slow", task=None, process=Mock(call=lambda *_, **__: [25_000.0]))
     quick = Entry(name="quick", task=None, process=Mock(call=lambda *_, **__: [1.0]))
-    time_in_turn([slow, quick], "train", rounds=5, seconds=0.1)
+    time_in_turn([slow, quick], "train", rounds=5, seconds=0.1, progress=Progress(1.0))
     assert (len(slow.rounds["train"]), len(quick.rounds["train"])) == (3, 5)
 
 

@@ -11,6 +11,7 @@ import torch
 from bench.cost_worker import Task
 from bench.peer_workers import INSTALL, REFERENCE, TRANSFORMERS, PeerWorker, ReferenceModel
 from bench.peers import make_row
+from bench.progress import Progress
 from bench.turns import Entry, measure
 from harness.device.worker_process import WorkerError
 from harness.record.rows import read_rows
@@ -83,6 +84,7 @@ def test_entries_start_together_and_take_turns_and_a_failed_one_is_not_measured_
     monkeypatch.setattr("bench.turns.WorkerProcess", fake_worker)
     entries = [Entry(name=name, task=name) for name in ("a", "b", "lost")]
     options = {"timed": ("train",), "rounds": 2, "seconds": 0.0, "parallel": 3}
+    options["progress"] = Progress(9.0)
     assert measure(entries, worker=PeerWorker, **options) == entries
     assert [name for method, name in calls if method == "times"] == ["a", "b", "b", "a"]
     assert entries[0].rounds["train"] == [[1.0], [2.0]]
@@ -94,6 +96,7 @@ def test_the_command_measures_all_installed_peers_and_prints_a_table(cwd, compil
     words = ("context=16", "variants=[adaptive_span]", *QUICK, "batch.streams=2", "rows=rows.jsonl")
     outcome = call("bench/peers.py", *words, f"runtime.compile={compiled}")
     assert outcome.code == 0, outcome
+    assert "s: 3 measurements of memory and train, 2 rounds each\n" in outcome.out
     rows = read_rows(cwd / "rows.jsonl")
     names = [REFERENCE, TRANSFORMERS, "adaptive_span"]
     assert [row["name"] for row in rows] == names and "Peers: language model, " in outcome.out

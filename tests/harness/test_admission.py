@@ -42,8 +42,8 @@ def test_a_mechanism_that_is_broken_at_the_sizes_of_the_run_is_refused(
 ):
     words = toy(cwd, "ShortWindow")
     refused = (
-        "no byte beyond the declared reach matters at the sizes of the run: eval, 2 x 128 "
-        "bytes, all up to byte"
+        "no byte beyond the declared reach matters at the sizes of the run: changing all bytes "
+        "up to "
     )
     outcome = train(*words)
     assert outcome.code == 2 and f"variant=mine: {refused}" in outcome.err, outcome

@@ -84,12 +84,14 @@ def test_a_wrong_output_or_gradient_fails(cwd, monkeypatch, wrong, words):  # no
     outcome = check(
         "agree=true", "variant=mhsa", "runtime.backend=plain", "runtime.precision=bfloat16"
     )
-    (line,) = [line for line in outcome.out.splitlines() if "agrees" in line]
-    assert (
-        outcome.code == 1
-        and words in line
-        and line.startswith("FAIL  agrees with float64 on cpu, plain, float32: ")
-    )
+    lines = outcome.out.splitlines()
+    (line,) = [
+        line
+        for line in lines
+        if line.startswith("FAIL  agrees with float64 on cpu, plain, float32: ")
+    ]
+    assert outcome.code == 1 and words in line
+    assert any(line.startswith("mhsa: FAILED: ") and words in line for line in lines)
 
 
 def test_a_missing_device_is_refused_and_a_cpu_is_compared_on_request_only(cwd):  # noqa: F811

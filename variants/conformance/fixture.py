@@ -18,6 +18,7 @@ from variants.contract import State, Sublayer, SublayerOutput
 
 MODES = ("eval", "train")
 EXACT = 1e-300  # a tolerance that equal bits pass
+MOVED = "{case}: {name} moved by {size:.2g} at byte {byte} of stream {stream}"
 MATRIX_FACTOR = 10  # by which checks of large weights multiply matrices
 Verdict = Generator[str, None, str | None]
 """A running check: it yields a line for each broken promise, and may return a detail to print if
@@ -251,7 +252,12 @@ def run(
 
 
 def differences(
-    case: str, expected: Outputs, actual: Outputs, *, tolerance: float | None = None
+    case: str,
+    expected: Outputs,
+    actual: Outputs,
+    *,
+    tolerance: float | None = None,
+    line: str = MOVED,
 ) -> list[str]:
     """Return a list of one line about the first output that differs, with size and position of the
     difference; or empty.
@@ -259,7 +265,8 @@ def differences(
     Args:
         case: describes the comparison; the line begins with it.
         tolerance: relative to the largest entry, or to 1 if that is larger; None for a default
-            by dtype."""
+            by dtype.
+        line: the line, with places for the numbers of ``MOVED``."""
     for name, a in expected.items():
         b = actual[name]
         if a.shape != b.shape:
@@ -274,10 +281,10 @@ def differences(
             hint = ""
             if sizes.max() < 1e-5:
                 hint = ", as rounding in float32 would"
-            return [
-                f"{case}: {name} moved by {sizes.max().item():.2g} at "
-                f"{position_of_largest(sizes)}{hint}"
-            ]
+            stream, byte = divmod(sizes.argmax().item(), sizes.shape[1])
+            size = sizes.max().item()
+            text = line.format(case=case, name=name, size=size, byte=byte, stream=stream)
+            return [text + hint]
     return []
 
 

@@ -50,6 +50,7 @@ mechanism gets fewer positions."""
 LARGE_WEIGHTS_POSITIONS = 64
 ROUNDING = 1e-5
 ROUNDING_HINT = "; if later bytes only change how it is rounded, declare the limit rounding"
+MOVED_BY = "moved the output at byte {byte} by {size:.2g} ({name}, stream {stream}; {case})"
 LONGEST_STREAM = 1000  # bytes of the longest small stream; a longer reach is not checked
 
 
@@ -138,7 +139,7 @@ def _precision(subject: Subject, size: Size) -> torch.dtype:
 def check_causality(subject: Subject, *, mode: str) -> Verdict:
     """Change all bytes from a position on. No output before that position may move."""
     for size in _sizes(subject, mode):
-        case = f"{size}, all from byte {{at}} on changed"
+        case = str(size)
         dtype = _precision(subject, size)
         streams = _Streams(subject, size, dtype=dtype)
         difference = streams.first_difference(case)
@@ -173,12 +174,11 @@ def check_reach(subject: Subject) -> Verdict:
         segments = 1
         if size.carry:
             segments = -(-(max(checked.values()) + 2) // size.segment)
-        case = f"{size}, all up to byte {{at}} changed"
         difference = None
         # A difference in float32 may be rounding, as of a sum over the whole past.
         for dtype in dict.fromkeys([_precision(subject, size), torch.float64]):
             streams = _Streams(subject, size, segments=segments, both_pasts=True, dtype=dtype)
-            difference = streams.first_difference(case, reaches=checked)
+            difference = streams.first_difference(str(size), reaches=checked)
             if not difference:
                 break
         if difference:
@@ -308,7 +308,7 @@ class _Streams:
         difference, and its size; or None.
 
         Args:
-            case: describes the change, with ``{at}`` for its position.
+            case: size and precision, for the line.
             reaches: None to change all bytes from a position on; no output before it may move.
                 Otherwise the past and all bytes up to a position, or to none for -1, are changed;
                 outputs may move only within their reach."""
@@ -330,10 +330,12 @@ class _Streams:
                     continue
                 actual = torch.where(fixed[..., None], after[name], before[name])
                 outputs = ({name: before[name]}, {name: actual})
-                for line in differences(
-                    case.format(at=at[0].item()), *outputs, tolerance=tolerance
-                ):
-                    return name, line, (actual - before[name]).abs().max().item()
+                changed = f"bytes {at[0].item()} to {len(byte) - 1}"
+                if not causality:
+                    changed = f"all bytes up to {at[0].item()}"
+                line = f"changing {changed} {MOVED_BY}"
+                for text in differences(case, *outputs, tolerance=tolerance, line=line):
+                    return name, text, (actual - before[name]).abs().max().item()
             return None
 
         positions = self.positions if causality else [-1, *self.positions]
