@@ -46,9 +46,8 @@ def main(cfg: DictConfig) -> None:
     else:
         symbols = run.symbols()
         is_file = os.path.isfile(text)
-        name, content = (
-            (Path(text).name, Path(text).read_bytes()) if is_file else ("text", os.fsencode(text))
-        )
+        name = Path(text).name if is_file else "text"
+        content = Path(text).read_bytes() if is_file else os.fsencode(text)
         tokens = token_ids(content, symbols, key="text").to(torch.uint8)
     if len(tokens) < 2:
         raise ValueError(f"text={text}: has {len(tokens)} byte; allowed are at least 2")
@@ -76,16 +75,13 @@ def main(cfg: DictConfig) -> None:
         "utf-8", "backslashreplace"
     )
     excerpt = "".join(letter if letter.isprintable() else " " for letter in excerpt)
-    with styled():
-        draw_attention(
-            maps, run.folder / "inspect_attention.png", title=title, subtitle=f"{about}: {excerpt}"
-        )
-        draw_reach(maps, inspections, run.folder / "inspect_spans.png", title=title, subtitle=about)
     names = ["inspect_attention.png", "inspect_spans.png"]
-    if curves := span_curves(read_rows(run.folder / RECORD)):
-        with styled():
-            draw_training(curves, run.folder / "inspect_training.png", title=title)
-        names.append("inspect_training.png")
+    with styled():
+        draw_attention(maps, run.folder / names[0], title=title, subtitle=f"{about}: {excerpt}")
+        draw_reach(maps, inspections, run.folder / names[1], title=title, subtitle=about)
+        if curves := span_curves(read_rows(run.folder / RECORD)):
+            names.append("inspect_training.png")
+            draw_training(curves, run.folder / names[2], title=title)
     print(f"{run.folder}: {', '.join(names)}")
 
 

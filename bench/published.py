@@ -336,7 +336,7 @@ def cost_tables(path: Path) -> Iterator[Table]:
     rows["cold"] = read_costs(path, "variant", "length", "segment", mode="cold")
     for title, (mode, divisor, key) in COST_TABLES.items():
         missing = ""
-        if not (rows[mode]):
+        if not rows[mode]:
             missing = f"No row yet of `python -m bench.cost mode={mode}`."
         yield quantity_table(title, rows[mode], divisor, key, caption=missing)
 
