@@ -58,14 +58,14 @@ class ProcessGroup(Launch):
             # the store has keys of an earlier start
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-            group = {
-                "timeout": TIMEOUT,
-                "store": store,
-                "rank": self.rank,
-                "world_size": self.world_size,
-            }
             with libraries_on_stderr():
-                dist.init_process_group(backend, **group)
+                dist.init_process_group(
+                    backend,
+                    timeout=TIMEOUT,
+                    store=store,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                )
                 self._long_wait_group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
         except RuntimeError as error:
             address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -163,9 +163,8 @@ class ProcessGroup(Launch):
             if layout == SPARSE:
                 parameter.grad = self._sparse_mean(parameter)
             elif layout == DENSE:
-                parameter.grad = (
-                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                )
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
                 dense.append(parameter.grad)
         for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in dense):
             bucket = [
