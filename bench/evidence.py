@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -211,10 +211,10 @@ def compact(row: dict) -> dict:
     """Return what the tables need of a row of ``record.jsonl`` (the variant or a score) or
     ``evaluations.jsonl``."""
     names = ("kind", "bytes_seen", "bits_per_byte", "windows_bits_per_byte", "context_curve")
-    variant = {}
+    kept = {name: row[name] for name in names if name in row}
     if "config" in row:
-        variant = {"config": {"variant": row["config"]["variant"]}}
-    return {name: row[name] for name in names if name in row} | variant
+        kept["config"] = {"variant": row["config"]["variant"]}
+    return kept
 
 
 def published_record(rows: Iterable[dict]) -> list[dict]:
@@ -329,12 +329,13 @@ def main(cfg: DictConfig) -> None:
     pool = ThreadPoolExecutor(len(cores), initializer=_take_core, initargs=(cores,))
     try:
         futures = {cell.words: pool.submit(runner.run, cell) for cell in remaining}
-        wait(futures.values())
+        errors = {
+            words: future.exception() for words, future in futures.items() if future.exception()
+        }
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list(runner.children):
             process.terminate()  # a run that is terminated writes a checkpoint first
-    errors = {words: future.exception() for words, future in futures.items() if future.exception()}
     if errors:
         raise ValueError(
             "\n".join(f"{' '.join(words)}: {error}" for words, error in errors.items())

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from annotated_types import Ge
 from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from bench.tables.drawing import GREY, INK, panels, png_of, styled
@@ -75,19 +76,22 @@ def main(cfg: DictConfig) -> None:
         "utf-8", "backslashreplace"
     )
     excerpt = "".join(letter if letter.isprintable() else " " for letter in excerpt)
-    names = ["inspect_attention.png", "inspect_spans.png"]
+    curves = span_curves(read_rows(run.folder / RECORD))
     with styled():
-        draw_attention(maps, run.folder / names[0], title=title, subtitle=f"{about}: {excerpt}")
-        draw_reach(maps, inspections, run.folder / names[1], title=title, subtitle=about)
-        if curves := span_curves(read_rows(run.folder / RECORD)):
-            names.append("inspect_training.png")
-            draw_training(curves, run.folder / names[2], title=title)
-    print(f"{run.folder}: {', '.join(names)}")
+        figures = {
+            "inspect_attention.png": draw_attention(
+                maps, title=title, subtitle=f"{about}: {excerpt}"
+            ),
+            "inspect_spans.png": draw_reach(maps, inspections, title=title, subtitle=about),
+        }
+        if curves:
+            figures["inspect_training.png"] = draw_training(curves, title=title)
+        for name, figure in figures.items():
+            write_atomically(run.folder / name, png_of(figure))
+    print(f"{run.folder}: {', '.join(figures)}")
 
 
-def draw_attention(
-    maps: Mapping[str, np.ndarray], path: Path, *, title: str, subtitle: str
-) -> None:
+def draw_attention(maps: Mapping[str, np.ndarray], *, title: str, subtitle: str) -> Figure:
     """Draw attention maps ``[H, T, T]``: a row of panels for each layer, a panel for each head."""
     heads = max(map(len, maps.values()))
     side = min(max(1.3, 9.0 / heads), 3.2)
@@ -114,12 +118,12 @@ def draw_attention(
     figure.supxlabel(
         "key: index of the byte that is attended to; rows are queries", fontsize=9, color=INK
     )
-    write_atomically(path, png_of(figure))
+    return figure
 
 
 def draw_reach(
-    maps: Mapping[str, np.ndarray], inspections: Mapping[str, Inspection], path: Path, **titles: str
-) -> None:
+    maps: Mapping[str, np.ndarray], inspections: Mapping[str, Inspection], **titles: str
+) -> Figure:
     """Draw for each head the distances within which ``SHARES`` of its attention lie, and the end
     of its soft mask."""
     titles |= {"title": f"How far back heads attend: {titles['title']}"}
@@ -144,7 +148,7 @@ def draw_reach(
     ax.set_xticks(range(len(maps)), layer_names(maps))
     ax.set(xlabel="layer; heads side by side", ylabel="bytes back")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    write_atomically(path, png_of(figure))
+    return figure
 
 
 def span_curves(rows: Iterable[Mapping]) -> dict[str, np.ndarray]:
@@ -159,12 +163,16 @@ def span_curves(rows: Iterable[Mapping]) -> dict[str, np.ndarray]:
     return {name.removesuffix(".span"): np.array(points) for name, points in curves.items()}
 
 
-def draw_training(curves: Mapping[str, np.ndarray], path: Path, *, title: str) -> None:
+def draw_training(curves: Mapping[str, np.ndarray], *, title: str) -> Figure:
     """Draw the span of each head during training: a panel for each layer."""
-    title = f"Learned spans: {title}"
-    about = "z of each head, without the ramp of its mask"
-    size = {"width": max(6.5, 2.6 * len(curves)), "height": 3.6}
-    figure, axes = panels(1, len(curves), title=title, subtitle=about, **size)
+    figure, axes = panels(
+        1,
+        len(curves),
+        width=max(6.5, 2.6 * len(curves)),
+        height=3.6,
+        title=f"Learned spans: {title}",
+        subtitle="z of each head, without the ramp of its mask",
+    )
     longest = max(curve[:, 1:].max() for curve in curves.values())
     for name, points, ax in zip(layer_names(curves), curves.values(), axes, strict=True):
         ax.plot(points[:, 0] / 1e6, points[:, 1:], linewidth=1.4, marker=".", markersize=3)
@@ -172,7 +180,7 @@ def draw_training(curves: Mapping[str, np.ndarray], path: Path, *, title: str) -
         ax.set_ylim(0, 1.05 * max(1.0, longest))
         ax.set(xlabel="MB of training", ylabel="bytes back")
         ax.label_outer()
-    write_atomically(path, png_of(figure))
+    return figure
 
 
 def layer_names(names: Iterable[str]) -> list[str]:

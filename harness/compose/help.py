@@ -42,11 +42,8 @@ def help_text(command: str, group: str | None = None) -> str:
 def _header(command: str) -> tuple[str, list[str]]:
     """Return the first sentences of a configuration's comment, and the example commands below
     them."""
-    lines = []
-    for line in _read(command).splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#"))
+    comment = re.match(r"(#.*\n)*", _read(command))[0]
+    lines = [line.removeprefix("#") for line in comment.splitlines()]
     examples = [line.strip() for line in lines if line.startswith("   ")]
     return "\n".join(line.strip() for line in lines if not line.startswith("   ")), examples
 

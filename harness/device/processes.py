@@ -28,7 +28,6 @@ is noticed at once."""
 LONG_TIMEOUT = timedelta(minutes=10)
 """Timeout where one process may work while the others wait: start, download, comparison of
 backends, checkpoint."""
-NO_GRADIENT, DENSE, SPARSE = range(3)
 
 T = TypeVar("T")
 
@@ -157,12 +156,15 @@ class ProcessGroup(Launch):
         if self.world_size == 1:
             return
         trainable = [p for p in parameters if p.requires_grad]
-        layouts = self.all_gather([_gradient_layout(parameter) for parameter in trainable])
+        # by process and parameter; None without a gradient
+        is_sparse = self.all_gather(
+            [None if p.grad is None else p.grad.is_sparse for p in trainable]
+        )
         dense = [*scalars]
-        for parameter, layout in zip(trainable, map(max, zip(*layouts, strict=True)), strict=True):
-            if layout == SPARSE:
+        for parameter, layouts in zip(trainable, zip(*is_sparse, strict=True), strict=True):
+            if True in layouts:
                 parameter.grad = self._sparse_mean(parameter)
-            elif layout == DENSE:
+            elif False in layouts:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 dense.append(parameter.grad)
@@ -242,11 +244,3 @@ def is_connection_failure(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "/gloo/" in str(error)
     )
-
-
-def _gradient_layout(parameter: nn.Parameter) -> int:
-    if parameter.grad is None:
-        return NO_GRADIENT
-    if parameter.grad.is_sparse:
-        return SPARSE
-    return DENSE

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from torch.optim import Optimizer
 
+from harness.failures import refuse_exit
 from harness.model import LanguageModel, Layers
 from harness.optim.budget import UNITS, Budget
 from harness.optim.optimizers import Optimizers
@@ -29,7 +30,7 @@ from harness.plan.settings import (
     parse_section,
     parse_setting,
 )
-from harness.plan.targets import describe, resolve
+from harness.plan.targets import resolve
 from variants.contract import LayerContext, Position
 
 _HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}
@@ -249,15 +250,14 @@ def _import_trusted(names: object) -> tuple[str, ...]:
         sys.path.append(str(Path.cwd()))
     for name in names:
         try:
-            importlib.import_module(name)
-        except (ImportError, SystemExit) as error:
+            with refuse_exit(f"trust={name}"):
+                importlib.import_module(name)
+        except ImportError as error:
             remedy = (
                 "install the package or, for a file, run the command in its folder or set "
                 "PYTHONPATH"
             )
-            raise ValueError(
-                f"trust={name}: cannot be imported ({describe(error)}); {remedy}"
-            ) from error
+            raise ValueError(f"trust={name}: cannot be imported ({error}); {remedy}") from error
     return tuple(names)
 
 
