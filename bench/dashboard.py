@@ -62,8 +62,8 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
             options |= {
                 "y": [metric for metric in y if "*" not in metric],
                 "metric_regex": patterns,
+                "smoothing_type": "none",
             }
-            options |= {"smoothing_type": "none"}
         elif type == "ScatterPlot":
             options |= {"x": wr.SummaryMetric(options["x"]), "y": wr.SummaryMetric(*y)}
         elif y:

@@ -113,9 +113,7 @@ def print_row(row: dict, folder: Path) -> None:
     from harness.record.closing_table import WINDOWS_LABEL
 
     p = row["protocol"]
-    mark = ""
-    if row["protocol"]["bytes"]:
-        mark = "*"
+    mark = "*" if p["bytes"] else ""
     sizes = (
         f"streams {p['streams']}, segment {p['segment']}, span {p['span']}, unscored context "
         f"{p['context']}"

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -137,10 +137,7 @@ def table_of(grid: dict) -> str:
 def grid_params(grid: dict) -> dict[str, object]:
     """Return the keys and values of a stage's grid: those of its sweep, replaced and extended by
     its own."""
-    budget = {}
-    if "budget" in grid:
-        budget = {"budget.bytes": grid["budget"]}
-    return sweep_grid(grid["sweep"]) | grid.get("params", {}) | budget
+    return sweep_grid(grid["sweep"]) | grid.get("params", {})
 
 
 def missing_runs(file: Path, *stages: str) -> list[dict[str, str]]:
@@ -152,10 +149,7 @@ def missing_runs(file: Path, *stages: str) -> list[dict[str, str]]:
     for stage in stages:
         for grid in OmegaConf.to_container(config.stages[stage], resolve=True):
             if file.name == table_of(grid):
-                points += [
-                    dict(word.split("=", 1) for word in point)
-                    for point in _points(grid_params(grid))
-                ]
+                points += [cell_keys({"cell": point}) for point in _points(grid_params(grid))]
     return [point for point in points if not any(point.items() <= cell for cell in cells)]
 
 
@@ -217,10 +211,10 @@ def compact(row: dict) -> dict:
     """Return what the tables need of a row of ``record.jsonl`` (the variant or a score) or
     ``evaluations.jsonl``."""
     names = ("kind", "bytes_seen", "bits_per_byte", "windows_bits_per_byte", "context_curve")
-    variant = {}
+    kept = {name: row[name] for name in names if name in row}
     if "config" in row:
-        variant = {"config": {"variant": row["config"]["variant"]}}
-    return {name: row[name] for name in names if name in row} | variant
+        kept["config"] = {"variant": row["config"]["variant"]}
+    return kept
 
 
 def published_record(rows: Iterable[dict]) -> list[dict]:
@@ -249,31 +243,24 @@ class Runner:
     children: list[subprocess.Popen] = field(default_factory=list)
 
     def run(self, cell: Cell) -> None:
-        """Train and score a cell, and write its row. ValueError, and no row, for an exit code
-        that is not counted."""
+        """Train and score a cell, and write its row. ValueError as from ``run_python``."""
         folder = self.outputs / "-".join(word.rpartition("=")[2] for word in cell.words)
         words = [*cell.words, f"outputs={folder}"]
         if self.path and not GENERATED_DATA & {*words}:
             words.append(f"data.path={self.path}")
-        exit_code = self.run_python("train.py", *words)
         run = folder / "latest"
-        if exit_code in COUNTED_EXIT_CODES and (run / SUMMARY).exists():
-            row = {"cell": cell.words, "summary": json.loads((run / SUMMARY).read_text())}
-            row["record"] = published_record(read_rows(run / RECORD))
-            if cell.score_context and not exit_code:
-                options = (
-                    f"run={run.resolve()}",
-                    "split=test",
-                    "runtime.threads=1",
-                    "runtime.device=cpu",
-                )
-                exit_code = self.run_python("-m", "bench.evaluate", *options)
-                row["evaluation"] = None if exit_code else compact(read_rows(run / EVALUATIONS)[-1])
-        if exit_code not in COUNTED_EXIT_CODES or not (run / SUMMARY).exists():
-            raise ValueError(
-                f"ended with {exit_code}, see {self.outputs / 'log.txt'}; the same command tries "
-                "again"
+        exit_code = self.run_python(run, "train.py", *words)
+        row = {"cell": cell.words, "summary": json.loads((run / SUMMARY).read_text())}
+        row["record"] = published_record(read_rows(run / RECORD))
+        if cell.score_context and not exit_code:
+            options = (
+                f"run={run.resolve()}",
+                "split=test",
+                "runtime.threads=1",
+                "runtime.device=cpu",
             )
+            failed = self.run_python(run, "-m", "bench.evaluate", *options)
+            row["evaluation"] = None if failed else compact(read_rows(run / EVALUATIONS)[-1])
         with file_lock(self.outputs / cell.file.name):
             if not cell.find_row():
                 text = json.dumps(to_json(row), allow_nan=False, separators=(",", ":")).replace(
@@ -284,9 +271,10 @@ class Runner:
                 append_atomically(cell.file, text.encode() + b"\n")
         print(f"{' '.join(cell.words)}: {row['summary']['status']}", flush=True)
 
-    def run_python(self, *words: str) -> int:
+    def run_python(self, run: Path, *words: str) -> int:
         """Run Python with these arguments on one thread, and return its exit code. Its output
-        goes to ``log.txt``."""
+        goes to ``log.txt``. ValueError if the code is not counted, or the folder ``run`` has no
+        summary."""
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         with (self.outputs / "log.txt").open("ab") as log:
             process = subprocess.Popen(
@@ -300,6 +288,11 @@ class Runner:
         self.children.append(process)
         exit_code = process.wait()
         self.children.remove(process)
+        if exit_code not in COUNTED_EXIT_CODES or not (run / SUMMARY).exists():
+            raise ValueError(
+                f"ended with {exit_code}, see {self.outputs / 'log.txt'}; the same command tries "
+                "again"
+            )
         return exit_code
 
 
@@ -336,12 +329,13 @@ def main(cfg: DictConfig) -> None:
     pool = ThreadPoolExecutor(len(cores), initializer=_take_core, initargs=(cores,))
     try:
         futures = {cell.words: pool.submit(runner.run, cell) for cell in remaining}
-        wait(futures.values())
+        errors = {
+            words: future.exception() for words, future in futures.items() if future.exception()
+        }
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in list(runner.children):
             process.terminate()  # a run that is terminated writes a checkpoint first
-    errors = {words: future.exception() for words, future in futures.items() if future.exception()}
     if errors:
         raise ValueError(
             "\n".join(f"{' '.join(words)}: {error}" for words, error in errors.items())

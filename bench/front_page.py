@@ -41,8 +41,11 @@ def main() -> None:
 
 def blocks(folder: Path) -> dict[str, str]:
     """Return the generated text of each page."""
-    pages = {README: readme_table(folder), PAGE: results_sections(folder)}
-    return pages | {GPU_PAGE: gpu_sections(folder / "gpu.jsonl")}
+    return {
+        README: readme_table(folder),
+        PAGE: results_sections(folder),
+        GPU_PAGE: gpu_sections(folder / "gpu.jsonl"),
+    }
 
 
 def between_markers(page: str, block: str, *, name: str) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from annotated_types import Ge
 from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from bench.tables.drawing import GREY, INK, panels, png_of, styled
@@ -47,9 +48,8 @@ def main(cfg: DictConfig) -> None:
     else:
         symbols = run.symbols()
         is_file = os.path.isfile(text)
-        name, content = (
-            (Path(text).name, Path(text).read_bytes()) if is_file else ("text", os.fsencode(text))
-        )
+        name = Path(text).name if is_file else "text"
+        content = Path(text).read_bytes() if is_file else os.fsencode(text)
         tokens = token_ids(content, symbols, key="text").to(torch.uint8)
     if len(tokens) < 2:
         raise ValueError(f"text={text}: has {len(tokens)} byte; allowed are at least 2")
@@ -77,23 +77,22 @@ def main(cfg: DictConfig) -> None:
         "utf-8", "backslashreplace"
     )
     excerpt = "".join(letter if letter.isprintable() else " " for letter in excerpt)
+    curves = span_curves(read_rows(run.folder / RECORD))
     with styled():
-        draw_attention(
-            maps, run.folder / "inspect_attention.png", title=title, subtitle=f"{about}: {excerpt}"
-        )
-        draw_reach(maps, inspections, run.folder / "inspect_spans.png", title=title, subtitle=about)
-    names = ["inspect_attention.png", "inspect_spans.png"]
-    if curves := span_curves(read_rows(run.folder / RECORD)):
-        with styled():
-            figure = span_figure(curves, title=f"Learned spans: {title}")
-            write_atomically(run.folder / "inspect_training.png", png_of(figure))
-        names.append("inspect_training.png")
-    print(f"{run.folder}: {', '.join(names)}")
+        figures = {
+            "inspect_attention.png": draw_attention(
+                maps, title=title, subtitle=f"{about}: {excerpt}"
+            ),
+            "inspect_spans.png": draw_reach(maps, inspections, title=title, subtitle=about),
+        }
+        if curves:
+            figures["inspect_training.png"] = span_figure(curves, title=f"Learned spans: {title}")
+        for name, figure in figures.items():
+            write_atomically(run.folder / name, png_of(figure))
+    print(f"{run.folder}: {', '.join(figures)}")
 
 
-def draw_attention(
-    maps: Mapping[str, np.ndarray], path: Path, *, title: str, subtitle: str
-) -> None:
+def draw_attention(maps: Mapping[str, np.ndarray], *, title: str, subtitle: str) -> Figure:
     """Draw attention maps ``[H, T, T]``: a row of panels for each layer, a panel for each head."""
     heads = max(map(len, maps.values()))
     side = min(max(1.3, 9.0 / heads), 3.2)
@@ -120,12 +119,12 @@ def draw_attention(
     figure.supxlabel(
         "key: index of the byte that is attended to; rows are queries", fontsize=9, color=INK
     )
-    write_atomically(path, png_of(figure))
+    return figure
 
 
 def draw_reach(
-    maps: Mapping[str, np.ndarray], inspections: Mapping[str, Inspection], path: Path, **titles: str
-) -> None:
+    maps: Mapping[str, np.ndarray], inspections: Mapping[str, Inspection], **titles: str
+) -> Figure:
     """Draw for each head the distances within which ``SHARES`` of its attention lie, and the end
     of its soft mask."""
     titles |= {"title": f"How far back heads attend: {titles['title']}"}
@@ -150,7 +149,7 @@ def draw_reach(
     ax.set_xticks(range(len(maps)), layer_names(maps))
     ax.set(xlabel="layer; heads side by side", ylabel="bytes back")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    write_atomically(path, png_of(figure))
+    return figure
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:

@@ -3,7 +3,6 @@
 A command that trains or measures adds its own keys to the configuration of a training run, so it
 computes what ``train.py`` would with the same overrides."""
 
-import json
 import re
 import shlex
 import sys
@@ -67,12 +66,10 @@ def typed_command(command: str) -> str:
 def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, command: str) -> dict:
     """Return the keys and values of a row that describe plan, code, data and machine."""
     digests = row_digests(plan.config, trust=plan.trust)
-    # JSON turns integer keys, such as layer indices, into text
-    config = json.loads(json.dumps(plan.config))
     origin = summary.origin(
         plan, corpus=corpus, runtime=runtime, command=command, measuring=True, **digests
     )
-    return {"kind": kind, "config": config, **vars(origin)}
+    return {"kind": kind, "config": plan.config, **vars(origin)}
 
 
 def row_digests(config: dict, *, trust: tuple[str, ...]) -> dict[str, str]:

@@ -113,12 +113,8 @@ def gpu_sections(path: Path) -> str:
     costs = read_costs(path, "variant", "length", "compile", "streams", "segment", kind="cost")
     profiles = [row for row in read_rows(path) if row.get("kind") == "profile"]
     tables = [gpu_table(path, unit=unit) for unit in ("seconds", "bytes")]
-    tables += [
-        quantity_table(title, costs, *quantity) for title, quantity in GPU_COST_TABLES.items()
-    ]
-    tables += [
-        quantity_table(title, profiles, *quantity) for title, quantity in PROFILE_TABLES.items()
-    ]
+    for rows, quantities in ((costs, GPU_COST_TABLES), (profiles, PROFILE_TABLES)):
+        tables += [quantity_table(title, rows, *quantity) for title, quantity in quantities.items()]
     return "\n\n".join(to_markdown(table) for table in tables if table.rows)
 
 
@@ -335,7 +331,7 @@ def cost_tables(path: Path) -> Iterator[Table]:
     rows["cold"] = read_costs(path, "variant", "length", "segment", mode="cold")
     for title, (mode, divisor, key) in COST_TABLES.items():
         missing = ""
-        if not (rows[mode]):
+        if not rows[mode]:
             missing = f"No row yet of `python -m bench.cost mode={mode}`."
         yield quantity_table(title, rows[mode], divisor, key, caption=missing)
 

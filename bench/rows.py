@@ -11,7 +11,7 @@ from harness.cache import user_path
 ROWS = "rows.jsonl"  # in a new folder for each call of a command
 
 
-def row_file(outputs: Path, *, command: str, path: str | None = None) -> Path:
+def row_file(outputs: Path, *, command: str, path: str | None) -> Path:
     """Return the file that a command adds rows to: ``path``, or by default
     ``<outputs>/<time>-<command>/rows.jsonl``. ValueError naming ``rows`` or ``outputs`` if it
     cannot be written."""

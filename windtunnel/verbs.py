@@ -46,10 +46,16 @@ def generate(options: Namespace) -> None:
     """Print the prompt and its continuation, byte by byte."""
     model = load(options.run, trust=options.trust)
     prompt = options.prompt.encode()
-    drawing = {"temperature": options.temperature, "top_k": options.top_k, "seed": options.seed}
+    continuation = model.stream(
+        prompt,
+        n_bytes=options.bytes,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+    )
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     print(decoder.decode(prompt), end="", flush=True)
-    for byte in model.stream(prompt, n_bytes=options.bytes, **drawing):
+    for byte in continuation:
         print(decoder.decode(bytes([byte])), end="", flush=True)
     print()
 

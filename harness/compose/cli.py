@@ -37,20 +37,20 @@ TRACE_VARIABLE = "WINDTUNNEL_TRACE"
 overwrites it."""
 MISTAKES = (ValueError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 SYNONYMS = {
-    "batch_size": "batch.streams",
-    **dict.fromkeys(("context", "context_length", "window", "window_size"), "model.span"),
-    **dict.fromkeys(("block_size", "seq_len", "seq_length", "sequence_length"), "batch.segment"),
-    **dict.fromkeys(("learning_rate", "rate"), "optim.lr"),
-    **dict.fromkeys(("n_layer", "n_layers", "num_layers", "depth"), "model.layers"),
-    **dict.fromkeys(("n_head", "n_heads", "num_heads"), "model.heads"),
-    **dict.fromkeys(("n_embd", "dim", "hidden_size", "width"), "model.d_model"),
-    **dict.fromkeys(("max_steps", "iterations", "n_steps"), "budget.steps"),
-    **dict.fromkeys(("dataset", "corpus"), "data"),
-    **dict.fromkeys(("attention", "mechanism"), "variant"),
-    **dict.fromkeys(("epochs", "max_bytes"), "budget.bytes"),
-    "optimizer": "optim",
+    "batch.streams": ("batch_size",),
+    "model.span": ("context", "context_length", "window", "window_size"),
+    "batch.segment": ("block_size", "seq_len", "seq_length", "sequence_length"),
+    "optim.lr": ("learning_rate", "rate"),
+    "model.layers": ("n_layer", "n_layers", "num_layers", "depth"),
+    "model.heads": ("n_head", "n_heads", "num_heads"),
+    "model.d_model": ("n_embd", "dim", "hidden_size", "width"),
+    "budget.steps": ("max_steps", "iterations", "n_steps"),
+    "data": ("dataset", "corpus"),
+    "variant": ("attention", "mechanism"),
+    "budget.bytes": ("epochs", "max_bytes"),
+    "optim": ("optimizer",),
 }
-"""Keys by the names that other programs give them."""
+"""The names that other programs give to our keys."""
 # packages whose SystemExit ends a command
 EXITING = ("harness", "bench", "hydra", "argparse", "__main__")
 task: TaskFunction | None = None  # the function that the launcher of a sweep calls for each job
@@ -222,7 +222,7 @@ def _explain(error: Exception) -> str:
         if cause.full_key == cause.key:
             names += sorted(path.name for path in CONF.iterdir() if path.is_dir())
             paths = _paths(OmegaConf.to_container(cause.parent_node), str(cause.key))
-        paths = paths or SYNONYMS.get(str(cause.key), "").split()
+        paths = paths or [ours for ours, theirs in SYNONYMS.items() if cause.key in theirs]
         section = str(cause.full_key).removesuffix(str(cause.key))
         nearest = did_you_mean(str(cause.key), names, prefix=section)
         hint = f" (did you mean {' or '.join(paths)}?)" if paths else nearest

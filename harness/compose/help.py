@@ -29,8 +29,8 @@ def help_text(command: str, group: str | None = None) -> str:
         title = f"{group}:\n{_choices_of(group, default)}"
         return f"{title}\n\nkeys of {group}={path.stem}:\n\n{_read(f'{group}/{path.stem}')}"
     about, examples = _header(command)
-    parts = [about, "examples:\n" + "\n".join(f"  {line}" for line in examples)]
-    parts += [f"keys of {name}:\n{_indented(body)}" for name, body in _bodies(command)]
+    parts = [about, "examples:\n" + textwrap.indent("\n".join(examples), "  ")]
+    parts += [f"keys of {name}:\n{textwrap.indent(body, '  ')}" for name, body in _bodies(command)]
     if groups:
         lines = ["groups (GROUP=CHOICE; the first choice is the default):"]
         for name, (default, comment) in groups.items():
@@ -42,11 +42,8 @@ def help_text(command: str, group: str | None = None) -> str:
 def _header(command: str) -> tuple[str, list[str]]:
     """Return the first sentences of a configuration's comment, and the example commands below
     them."""
-    lines = []
-    for line in _read(command).splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#"))
+    comment = re.match(r"(#.*\n)*", _read(command))[0]
+    lines = [line.removeprefix("#") for line in comment.splitlines()]
     examples = [line.strip() for line in lines if line.startswith("   ")]
     return "\n".join(line.strip() for line in lines if not line.startswith("   ")), examples
 
@@ -81,10 +78,6 @@ def _choices_of(group: str, default: str | None) -> str:
     names = [name for name in _choices(group) if name != default]
     text = ", ".join([default or "null", *names])
     return textwrap.fill(text, width=100, initial_indent="      ", subsequent_indent="      ")
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
 
 
 def _read(name: str) -> str:

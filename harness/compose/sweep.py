@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import sys
-from pathlib import Path
 
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -19,6 +18,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from harness import source
 from harness.compose import cli
 from harness.compose.cli import exit_code, print_error, task_words, to_job_failed
 from harness.record.display import JOB
@@ -45,18 +45,16 @@ class JobCallback(Callback):
         first failed job."""
         if not config.hydra.sweeper._target_.endswith(".BasicSweeper"):
             return
-        errors: list[Exception] = []
         try:
-            run_sweep(config, errors)
+            errors = run_sweep(config)
         except Exception as error:  # Hydra would turn it into a warning
             print_error(error)
-            errors.append(error)
+            errors = [error]
         sys.exit(exit_code(errors))
 
 
-def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
-    """Run the jobs of the command line with the configured launcher, and append their errors to
-    ``errors``."""
+def run_sweep(config: DictConfig) -> list[Exception]:
+    """Run the jobs of the command line with the configured launcher, and return their errors."""
     launcher_name = config.hydra.runtime.choices["hydra/launcher"]
     if "slurm" in launcher_name and shutil.which("srun") is None:
         raise ValueError(
@@ -77,34 +75,30 @@ def run_sweep(config: DictConfig, errors: list[Exception]) -> None:
         loader.load_sweep_config(config, job)  # so that a mistake ends the sweep before a job runs
     digest = hashlib.sha256(json.dumps(sorted(command_line)).encode()).hexdigest()[:8]
     name = f"{config.hydra.runtime.choices.get('sweep') or 'sweep'}-{digest}"
-    paths = [
-        str(Path(__file__).resolve().parents[2]),
-        *filter(None, [os.environ.get("PYTHONPATH")]),
-    ]
-    one_by_one = launcher_name == "basic"
     template = ""
-    if one_by_one:
+    if launcher_name == "basic":  # it runs them one by one
         template = f"job {{}} of {len(jobs)}: "
-    variables = {"PYTHONPATH": os.pathsep.join(paths), JOB: template}
+    path = os.pathsep.join(filter(None, [str(source.ROOT), os.environ.get("PYTHONPATH")]))
+    variables = {"PYTHONPATH": path, JOB: template}
     is_training = config.hydra.job.name == "train"
     if is_training and config.record.wandb.group is None:
         variables["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP", name)
     with env_override(variables):
         job_returns = launcher.launch(jobs, 0)
+    errors = []
     for job, job_return in zip(jobs, job_returns, strict=True):
         if job_return.status == JobStatus.FAILED:
             print_error(job_return._return_value, job=job)
             errors.append(job_return._return_value)
     if is_training:
-        n_done = sum(job_return.status != JobStatus.FAILED for job_return in job_returns)
+        print(f"sweep {name}: {len(jobs) - len(errors)} of {len(jobs)} done")
+    if is_training and len(jobs) > 1:
         common = set.intersection(*map(set, jobs))
-        print(f"sweep {name}: {n_done} of {len(jobs)} done")
-        if len(jobs) == 1:
-            return
         for job, job_return in zip(jobs, job_returns, strict=True):
             words = [word for word in job if word not in common]
             print(f"  {shlex.join(words)}: {_outcome(job_return)}")
         print(f"compare: windtunnel compare {shlex.quote(config.outputs)}")
+    return errors
 
 
 def _outcome(job_return: JobReturn) -> str:

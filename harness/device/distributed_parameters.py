@@ -153,10 +153,13 @@ def distribute_like(reference: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _from_shard(shard: Tensor, like: DTensor) -> DTensor:
-    mesh = like.device_mesh
-    placements = like.placements
     return DTensor.from_local(
-        shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        shard,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 

@@ -33,8 +33,13 @@ BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
 """Instructions of x86 CPUs that multiply bfloat16, as ``torch.cpu.get_capabilities`` names them."""
 CPUINFO = Path("/proc/cpuinfo")
 NVIDIA_DRIVER = Path("/sys/module/nvidia/version")
-CPU_MODEL_KEYS = {"cpu family": "family", "model": "model", "stepping": "stepping"}
-CPU_MODEL_KEYS |= {"CPU implementer": "implementer", "CPU part": "part"}  # on ARM
+CPU_MODEL_KEYS = {
+    "cpu family": "family",
+    "model": "model",
+    "stepping": "stepping",
+    "CPU implementer": "implementer",  # on ARM, as the next one
+    "CPU part": "part",
+}
 GRAPH_FOLDER_PREFIX = "windtunnel-"
 # as glibc's <malloc.h> has them
 _TRIM_THRESHOLD = -1
@@ -67,17 +72,22 @@ def cpu_name() -> str:
     return name
 
 
-def versions(**more: object) -> dict[str, str]:
-    """Return versions of Python, of the libraries that times depend on, and those of ``more``
-    that are not None."""
+def versions(*, cuda: bool) -> dict[str, str]:
+    """Return versions of Python and of the libraries that times depend on; with ``cuda`` also
+    those of cuDNN and the driver."""
     libraries = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": numpy.__version__,
+        "hip": torch.version.hip,
     }
     with contextlib.suppress(metadata.PackageNotFoundError):
         libraries["triton"] = metadata.version("triton")
-    return libraries | {name: str(version) for name, version in more.items() if version is not None}
+    if cuda:
+        libraries["cudnn"] = torch.backends.cudnn.version()
+        if NVIDIA_DRIVER.exists():
+            libraries["driver"] = NVIDIA_DRIVER.read_text().strip()
+    return {name: str(version) for name, version in libraries.items() if version is not None}
 
 
 def environment() -> dict[str, str]:
@@ -138,14 +148,11 @@ def set_allocator(setting: str) -> str | None:
     includes gaps between blocks. ``return`` returns each block of 64 KiB or more: it is slow,
     and the peak is close to the memory in use."""
     library = ctypes.CDLL(None)
-    variables = os.environ
-    tuned = any(name.startswith("MALLOC_") for name in variables) or "malloc" in variables.get(
-        "LD_PRELOAD", ""
-    )
     if (
-        tuned
-        or "glibc.malloc." in variables.get("GLIBC_TUNABLES", "")
-        or not hasattr(library, "mallopt")
+        not hasattr(library, "mallopt")
+        or any(name.startswith("MALLOC_") for name in os.environ)
+        or "malloc" in os.environ.get("LD_PRELOAD", "")
+        or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
     ):
         return None
     for parameter, number in ALLOCATORS[setting].items():

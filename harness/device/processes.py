@@ -28,7 +28,6 @@ is noticed at once."""
 LONG_TIMEOUT = timedelta(minutes=10)
 """Timeout where one process may work while the others wait: start, download, comparison of
 backends, checkpoint."""
-NO_GRADIENT, DENSE, SPARSE = range(3)
 
 T = TypeVar("T")
 
@@ -58,14 +57,14 @@ class ProcessGroup(Launch):
             # the store has keys of an earlier start
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-            group = {
-                "timeout": TIMEOUT,
-                "store": store,
-                "rank": self.rank,
-                "world_size": self.world_size,
-            }
             with libraries_on_stderr():
-                dist.init_process_group(backend, **group)
+                dist.init_process_group(
+                    backend,
+                    timeout=TIMEOUT,
+                    store=store,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                )
                 self._long_wait_group = dist.new_group(backend="gloo", timeout=LONG_TIMEOUT)
         except RuntimeError as error:
             address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -157,15 +156,17 @@ class ProcessGroup(Launch):
         if self.world_size == 1:
             return
         trainable = [p for p in parameters if p.requires_grad]
-        layouts = self.all_gather([_gradient_layout(parameter) for parameter in trainable])
+        # by process and parameter; None without a gradient
+        is_sparse = self.all_gather(
+            [None if p.grad is None else p.grad.is_sparse for p in trainable]
+        )
         dense = [*scalars]
-        for parameter, layout in zip(trainable, map(max, zip(*layouts, strict=True)), strict=True):
-            if layout == SPARSE:
+        for parameter, layouts in zip(trainable, zip(*is_sparse, strict=True), strict=True):
+            if True in layouts:
                 parameter.grad = self._sparse_mean(parameter)
-            elif layout == DENSE:
-                parameter.grad = (
-                    torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                )
+            elif False in layouts:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
                 dense.append(parameter.grad)
         for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in dense):
             bucket = [
@@ -243,11 +244,3 @@ def is_connection_failure(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "/gloo/" in str(error)
     )
-
-
-def _gradient_layout(parameter: nn.Parameter) -> int:
-    if parameter.grad is None:
-        return NO_GRADIENT
-    if parameter.grad.is_sparse:
-        return SPARSE
-    return DENSE

@@ -76,11 +76,6 @@ class Runtime:
         """Return the keys of a row that describe device, processes, versions and machine."""
         on_gpu = self.device.type == "cuda"
         cpu_name = machine.cpu_name()
-        gpu_versions = {}
-        if on_gpu:
-            gpu_versions["cudnn"] = torch.backends.cudnn.version()
-            if machine.NVIDIA_DRIVER.exists():
-                gpu_versions["driver"] = machine.NVIDIA_DRIVER.read_text().strip()
         return {
             "device": torch.cuda.get_device_name(self.device) if on_gpu else cpu_name,
             "device_kind": self.device.type,
@@ -89,7 +84,7 @@ class Runtime:
             "compile": self.compile,
             "tf32": self.tf32,
             "processes": self.processes.world_size,
-            "versions": machine.versions(hip=torch.version.hip, **gpu_versions),
+            "versions": machine.versions(cuda=on_gpu),
             "machine": {"cpu": cpu_name, "cores": os.cpu_count() or 1},
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "environment": machine.environment(),

@@ -73,18 +73,14 @@ def resolve_auto(settings: RuntimeSettings) -> RuntimeSettings:
     """Return the settings with ``auto`` resolved in ``precision`` and ``compile``. Precision
     becomes bfloat16 where it is native. A model is compiled on CUDA if the compiler is
     installed; if it is not, a line is printed."""
+    device = device_of(settings.device)
     precision = settings.precision
-    compile = settings.compile
     if precision == "auto":
-        precision = "float32"
-        if machine.has_native_bfloat16(device_of(settings.device)):
-            precision = "bfloat16"
+        precision = "bfloat16" if machine.has_native_bfloat16(device) else "float32"
+    compile = settings.compile
     if compile == "auto":
-        on_gpu = device_of(settings.device).type == "cuda"
-        missing = None
-        if on_gpu:
-            missing = machine.missing_for_compile()
-        compile = on_gpu and missing is None
-        if missing:
+        compile = device.type == "cuda"
+        if compile and (missing := machine.missing_for_compile()):
+            compile = False
             print(f"runtime.compile=auto: not compiled, because {missing} is not installed")
     return replace(settings, precision=precision, compile=compile)

@@ -55,12 +55,10 @@ def is_secondary() -> bool:
         return False
 
 
-def check_launch(
-    arguments: Sequence[str], *, multiprocess: bool, launch: Launch | None = None
-) -> None:
+def check_launch(arguments: Sequence[str], *, multiprocess: bool) -> None:
     """Raise ValueError if torchrun started several processes of a sweep, or of a command that is
     not ``multiprocess``."""
-    n_processes = (launch or read_launch()).world_size
+    n_processes = read_launch().world_size
     if n_processes == 1:
         return
     if not multiprocess:

@@ -37,22 +37,23 @@ class ClippedAdagrad(Optimizer):
                     continue
                 state = self.state[parameter]
                 total = state["sum"] = state["sum"] if state else torch.zeros_like(parameter)
-                sparse = None
-                if parameter.grad.is_sparse:
-                    sparse = parameter.grad.coalesce()
-                gradient = parameter.grad if sparse is None else sparse.values()
+                gradient = parameter.grad
+                rows = None
+                if gradient.is_sparse:
+                    sparse = gradient.coalesce()
+                    (rows,) = sparse.indices()  # one index per entry, because the entries are rows
+                    gradient = sparse.values()
                 if found_inf is not None:
                     gradient.masked_fill_(found_inf.bool(), 0.0)
-                if sparse is None:
-                    total.addcmul_(gradient, gradient)
-                    update = gradient / total.sqrt().add_(group["eps"])
-                    update.mul_(self._clip_factor(parameter, gradient, group["clip"]))
+                if rows is None:
+                    root = total.addcmul_(gradient, gradient).sqrt()
+                else:
+                    root = total.index_add_(0, rows, gradient.square())[rows].sqrt_()
+                update = gradient / root.add_(group["eps"])
+                update.mul_(self._clip_factor(parameter, gradient, group["clip"]))
+                if rows is None:
                     parameter.add_(update, alpha=-group["lr"])
                 else:
-                    (rows,) = sparse.indices()  # one index per entry, because the entries are rows
-                    total.index_add_(0, rows, gradient.square())
-                    update = gradient / total[rows].sqrt_().add_(group["eps"])
-                    update.mul_(self._clip_factor(parameter, gradient, group["clip"]))
                     parameter.index_add_(0, rows, update, alpha=-group["lr"])
 
     def _clip_factor(

@@ -39,10 +39,6 @@ class Group:
     def build(self, *, lr: float) -> Optimizer:
         """Return the optimizer at peak learning rate ``lr``. Decayed and ``undecayed`` parameters
         are two ``param_groups``."""
-        if "lr" in getattr(self.optimizer, "keywords", {}):
-            raise ValueError(
-                f"{self.key}: the optimizer must have no lr; set optim.lr and the group's lr_scale"
-            )
         decayed = [p for name, p in self.parameters.items() if name not in self.undecayed]
         undecayed = [p for name, p in self.parameters.items() if name in self.undecayed]
         try:
@@ -51,11 +47,10 @@ class Group:
             )
         # SparseAdam, for one, refuses a learning rate of 0
         except (ValueError, TypeError, RuntimeError) as error:
-            message = (
+            raise ValueError(
                 f"{self.key}: the optimizer refuses a keyword, or optim.lr x lr_scale = "
                 f"{lr:g} ({error})"
-            )
-            raise ValueError(message) from error
+            ) from error
         if "weight_decay" not in optimizer.defaults:
             if self.weight_decay:
                 reason = f"{type(optimizer).__name__} has no weight decay; allowed are 0 and null"
@@ -144,11 +139,9 @@ def assign(
     linears = {m.weight for m in model.modules() if isinstance(m, nn.Linear)} - tables
     members = {name: {} for name in settings}
     for parameter, aliases in names.items():
-        is_layer_matrix = parameter in linears and any(
-            alias.startswith("layers.") for alias in aliases
-        )
         run_group = "default"
-        if is_layer_matrix and matrices is not None:
+        is_in_layer = any(alias.startswith("layers.") for alias in aliases)
+        if matrices is not None and parameter in linears and is_in_layer:
             run_group = "matrices"
         members[group_of.get(parameter, run_group)][aliases[0]] = parameter
     assigned = []

@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_type_hints
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 from torch.optim import Optimizer
 
+from harness.failures import refuse_exit
 from harness.model import LanguageModel, Layers
 from harness.optim.budget import UNITS, Budget
 from harness.optim.optimizers import Optimizers
@@ -27,7 +30,7 @@ from harness.plan.settings import (
     parse_section,
     parse_setting,
 )
-from harness.plan.targets import describe, resolve
+from harness.plan.targets import resolve
 from variants.contract import LayerContext, Position
 
 _HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}
@@ -72,14 +75,12 @@ class Plan(RunSettings):
         """Return the model, initialised by torch's default generator. ``dropout_seed`` is that of
         ``LayerContext``. ValueError for sizes or settings that a sublayer does not support."""
         pool: dict = {}
-        shared = {
+        shared = {name: getattr(self.model, name) for name in CONTEXT_KEYS} | {
             "n_layers": self.model.layers,
             "pool": pool,
             "backend": self.runtime.backend,
             "scheme": self.scheme,
-        }
-        shared |= {name: getattr(self.model, name) for name in CONTEXT_KEYS} | {
-            "dropout_seed": dropout_seed
+            "dropout_seed": dropout_seed,
         }
         excluded = (*CONTEXT_KEYS, "layers", "default_bytes")
         model = LanguageModel(
@@ -103,18 +104,15 @@ class Plan(RunSettings):
     def protocol(self) -> dict:
         """Return the evaluation protocol and the order of training bytes, by which
         ``record/comparison.py`` decides whether bits per byte are comparable."""
-        context = streamed_context(self.model.span, self.model.layers)
         protocol = {
             "streams": self.eval.streams,
             "segment": self.eval.segment,
             "span": self.model.span,
-        }
-        protocol |= {
             "bytes": self.eval.bytes,
-            "context": context,
+            "context": streamed_context(self.model.span, self.model.layers),
             "selection_bytes": self.eval.selection_bytes,
+            **{key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")},
         }
-        protocol |= {key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")}
         if self.batch.order != "random":  # the order of rows without the key
             protocol["order"] = self.batch.order
         if self.data["sequence"]:  # read one by one, from an empty state
@@ -205,7 +203,6 @@ def _check_sequence(plan: Plan) -> None:
     """Raise ValueError for settings that would cut sequences, or read them with state from before
     them."""
     sequence = plan.data["sequence"]
-    e = plan.eval
     if sequence is None:
         return
     allowed = f"allowed with data.sequence={sequence} is"
@@ -214,7 +211,8 @@ def _check_sequence(plan: Plan) -> None:
     if plan.batch.segment != sequence:
         reason = "because a step reads whole sequences"
         raise ValueError(f"batch.segment={plan.batch.segment}: {allowed} {sequence}, {reason}")
-    for key, n_bytes in (("bytes", e.bytes), ("selection_bytes", e.selection_bytes)):
+    for key in ("bytes", "selection_bytes"):
+        n_bytes = getattr(plan.eval, key)
         if n_bytes is not None and n_bytes < sequence:
             raise ValueError(f"eval.{key}={n_bytes}: {allowed} {sequence} or more, or null")
 
@@ -252,15 +250,14 @@ def _import_trusted(names: object) -> tuple[str, ...]:
         sys.path.append(str(Path.cwd()))
     for name in names:
         try:
-            importlib.import_module(name)
-        except (ImportError, SystemExit) as error:
+            with refuse_exit(f"trust={name}"):
+                importlib.import_module(name)
+        except ImportError as error:
             remedy = (
                 "install the package or, for a file, run the command in its folder or set "
                 "PYTHONPATH"
             )
-            raise ValueError(
-                f"trust={name}: cannot be imported ({describe(error)}); {remedy}"
-            ) from error
+            raise ValueError(f"trust={name}: cannot be imported ({error}); {remedy}") from error
     return tuple(names)
 
 
@@ -298,22 +295,15 @@ def _resolve_group(
 
 def is_sweep() -> bool:
     """Return whether Hydra runs the jobs of a sweep."""
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def job_number() -> int:
     """Return the number of this job of a sweep, counted from 0."""
-    from hydra.core.hydra_config import HydraConfig
-
     return HydraConfig.get().job.num
 
 
 def typed_keys() -> set[str]:
     """Return the keys that the command line of Hydra sets."""
-    from hydra.core.hydra_config import HydraConfig
-
     overrides = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     return {override.lstrip("+").partition("=")[0] for override in overrides}

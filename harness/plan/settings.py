@@ -25,8 +25,13 @@ from harness.failures import did_you_mean
 from harness.optim.budget import Fraction, Schedule
 
 PART_DESCRIPTION = "a part with _target_ and _partial_: true"
-PHRASES = {"callable": PART_DESCRIPTION, "valid tuple": "list", "valid list": "list"}
-PHRASES |= {"valid dictionary": "mapping", "a valid int": "an int"}
+PHRASES = {
+    "callable": PART_DESCRIPTION,
+    "valid tuple": "list",
+    "valid list": "list",
+    "valid dictionary": "mapping",
+    "a valid int": "an int",
+}
 """Phrases in pydantic's messages, and the phrases that replace them in ours."""
 
 Positive = Annotated[int, Gt(0)]
@@ -183,10 +188,7 @@ def parse_section(cls: type, node: object, *, key: str):
             settings[name] = parse_section(hints[name], setting, key=setting_key)
         else:
             settings[name] = parse_setting(setting, hints[name], key=setting_key)
-    try:
-        return cls(**settings)
-    except ValueError as error:  # raised by __post_init__, which checks several keys at once
-        raise error if str(error).startswith(key) else ValueError(f"{key}.{error}") from error
+    return cls(**settings)
 
 
 def check_keys(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from harness.failures import refuse_exit
 from harness.plan.settings import PART_DESCRIPTION, check_keys, parse_setting
 from variants.contract import Part, Position, Sublayer
 
@@ -124,9 +125,10 @@ def _load_class(target: str, *, key: str, base: type, trust: tuple[str, ...]) ->
     if not _is_inside(module, packages):
         raise ValueError(f"{label}: {allowed}; add yours with trust=[..]")
     try:
-        cls = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, RecursionError, SystemExit) as error:
-        raise ValueError(f"{label}: cannot be imported ({describe(error)})") from error
+        with refuse_exit(label):
+            cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{label}: cannot be imported ({error})") from error
     if not inspect.isclass(cls) or not issubclass(cls, base) or cls in CONTRACT:
         raise ValueError(f"{label}: must be a class derived from {base.__module__}.{base.__name__}")
     if base is nn.Module and issubclass(cls, CONTRACT):
@@ -136,13 +138,6 @@ def _load_class(target: str, *, key: str, base: type, trust: tuple[str, ...]) ->
     if not _is_inside(cls.__module__, packages):
         raise ValueError(f"{label}: is defined in {cls.__module__}; {allowed}")
     return cls
-
-
-def describe(error: BaseException) -> str:
-    """Return the message of an error, or a message for ``exit`` in the code of a user."""
-    if isinstance(error, SystemExit):
-        return f"its code calls exit({error.code})"
-    return str(error)
 
 
 def _is_inside(module: str, packages: tuple[str, ...]) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from harness.cache import write_atomically
 from harness.failures import Damaged
-from harness.record.rows import FORMAT, check_format, open_regular
+from harness.record.rows import FORMAT, open_regular, wrong_format
 
 FOLDER = "checkpoints"
 BEST = "best.pt"
@@ -98,7 +98,8 @@ def load(path: Path, identity: Mapping[str, object] | None = None) -> dict:
         raise
     except Exception as error:  # a foreign file with a valid digest; torch may raise any exception
         raise Damaged(f"{path} is no checkpoint of a run ({type(error).__name__})") from error
-    check_format(content, file=str(path))
+    if reason := wrong_format(content):
+        raise ValueError(f"{path}: {reason}; allowed is that format")
     identity = identity or {}
     if differing := [key for key in identity if saved_identity.get(key) != identity[key]]:
         differences = "; ".join(

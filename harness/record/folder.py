@@ -48,11 +48,10 @@ def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str
     if hashed["data"]["name"] in pinned:
         hashed["data"]["path"] = None
     init_from = hashed["init_from"]
-    newest = None
     if init_from["run"] is not None:
         newest = checkpoint.newest(user_path(init_from["run"], key="init_from.run"))
-    if newest is not None:
-        hashed["init_from"] = init_from | {"run": sha256_of(newest)}
+        if newest is not None:
+            hashed["init_from"] = init_from | {"run": sha256_of(newest)}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 

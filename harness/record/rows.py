@@ -175,10 +175,3 @@ def wrong_format(row: Mapping) -> str | None:
     if version == FORMAT:
         return None
     return f"it is of format {version}, and this code reads format {FORMAT}"
-
-
-def check_format(row: Mapping, *, file: str) -> None:
-    """Raise ValueError, beginning with ``file``, if this code cannot read the format of a row or
-    checkpoint."""
-    if reason := wrong_format(row):
-        raise ValueError(f"{file}: {reason}; allowed is that format")

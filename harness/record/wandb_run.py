@@ -148,9 +148,9 @@ def _start(mode: str, keywords: dict, *, id: str):
         "console": "off",
         "init_timeout": INIT_SECONDS,
         "finish_timeout": FINISH_SECONDS,
+        "finish_timeout_raises": True,
+        "x_disable_stats": True,  # W&B's sampling would count as the run's cost
     }
-    # W&B's sampling would count as the run's cost
-    settings |= {"finish_timeout_raises": True, "x_disable_stats": True}
     settings = {
         key: setting
         for key, setting in settings.items()
@@ -166,7 +166,6 @@ def _start(mode: str, keywords: dict, *, id: str):
         prompt=False, verify=False
     ):
         mode = "offline"
-        reason = None
         if requested != "auto":
             reason = "no API key is configured"
     # In W&B itself keywords take precedence over environment variables.
@@ -192,9 +191,9 @@ def _start(mode: str, keywords: dict, *, id: str):
 
 def _hint(run, *, uploaded: bool = True) -> str:
     """Return a line with the URL of the W&B run, or the command that uploads it."""
-    if run.disabled or (uploaded and not run.offline):
-        if run.disabled:
-            return ""
+    if run.disabled:
+        return ""
+    if uploaded and not run.offline:
         return f"wandb: {run.url}"
     folder = str(Path(run.dir).parent)
     return f"wandb sync {shlex.quote(min(folder, os.path.relpath(folder), key=len))}"
@@ -216,7 +215,7 @@ def metrics_of(row: dict) -> dict[str, float]:
         for name, leaf in row.items()
         if name not in (*PROGRESS_KEYS, "kind", "metrics", "clock")
     }
-    metrics |= flatten(rest, separator="/", prefix=f"{kind}/")
+    metrics[kind] = rest
     pooled: dict[str, list[float]] = {}  # of each metric, the numbers of all sublayers and heads
     for name, metric in (row.get("metrics") or {}).items():
         sublayer, _, metric_name = name.rpartition(".")

@@ -2,7 +2,9 @@
 rates, and lines."""
 
 import json
+import subprocess
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -188,7 +190,8 @@ def test_a_completed_run_gets_a_line_without_paths_of_the_machine(tmp_path, monk
     cell = replace(cell, score_context=False)
     runner, commands, code = Runner(outputs=tmp_path, path=f"{tmp_path}/corpus.xz"), [], 0
 
-    def run_python(*words):
+    def python(command, **_):
+        _, *words = command
         commands.append(words)
         (folder := tmp_path / "front_page-1-mhsa" / "latest").mkdir(parents=True, exist_ok=True)
         summary = {"status": "diverged" if code else "finished", "command": " ".join(words)}
@@ -196,9 +199,9 @@ def test_a_completed_run_gets_a_line_without_paths_of_the_machine(tmp_path, monk
         (folder / "record.jsonl").write_text(
             '{"kind": "provenance"}\n{"kind": "train"}\n{"kind": "valid"}\n'
         )
-        return code
+        return SimpleNamespace(wait=lambda: code)
 
-    monkeypatch.setattr(runner, "run_python", run_python)
+    monkeypatch.setattr(subprocess, "Popen", python)
     cell.file.parent.mkdir()
     code = 4  # the exit code of a full disk
     with pytest.raises(ValueError, match="ended with 4"):

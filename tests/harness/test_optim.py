@@ -120,9 +120,6 @@ IMPOSSIBLE = {
         "two": {"match": "layers.1.memory.*"},
     },
     "reserved for a group of the run": {"matrices": {"match": "span"}},
-    r"groups\.spans: .*optim\.lr": {
-        "spans": {"match": "span", "optimizer": partial(ClippedAdagrad, lr=1)}
-    },
     r"variant\.groups\.spans\.weight_decay=0\.1: ClippedAdagrad has no": {
         "spans": {"match": "span", "optimizer": ClippedAdagrad, "weight_decay": 0.1}
     },
@@ -217,13 +214,3 @@ def test_an_optimizer_that_does_not_support_the_layout_of_a_gradient_is_refused(
     )
     with pytest.raises(ValueError, match=message):
         train(model, optimizers, first=0, last=1)
-
-
-def test_the_state_of_other_groups_is_refused():
-    """``test_resume.py`` resumes runs exactly."""
-    adamw, muon = (
-        Optimizers(assign(Toy(), default=ADAMW, matrices=matrices), lr=0.01, schedule=Schedule())
-        for matrices in (None, MATRICES)
-    )
-    with pytest.raises(ValueError, match="matrices"):
-        adamw.load_state_dict(muon.state_dict())

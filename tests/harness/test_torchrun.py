@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from harness.device import processes
+from harness.device import processes, torchrun
 from harness.device.processes import join_processes
 from harness.device.torchrun import Launch, check_launch, read_launch
 from harness.failures import ProcessLost, exit_code
@@ -83,7 +83,7 @@ def test_a_mistake_is_printed_once_and_only_one_process_prints_and_writes(cwd):
     assert [Path(f"libraries_{rank}").read_bytes() for rank in range(2)] == [b"", b""]
 
 
-def test_sweeps_refuse_several_processes_and_the_variables_of_torchrun_are_checked():
+def test_sweeps_refuse_several_processes_and_the_variables_of_torchrun_are_checked(monkeypatch):
     several = Launch(1, 4, 1, 2)
     assert several.command_prefix == ("torchrun", "--nnodes=2", "--nproc-per-node=2")
     assert Launch().command_prefix == ("python",)
@@ -92,10 +92,13 @@ def test_sweeps_refuse_several_processes_and_the_variables_of_torchrun_are_check
         (True, ("--multirun",)),
         (True, ("hydra.mode=MULTIRUN",)),
     ):
+        monkeypatch.setattr(torchrun, "read_launch", lambda: several)
         with pytest.raises(ValueError, match="processes"):
-            check_launch(arguments, multiprocess=allowed, launch=several)
-        check_launch(arguments, multiprocess=allowed, launch=Launch())
-    check_launch(("variant=mhsa", "optim.lr=-m"), multiprocess=True, launch=several)
+            check_launch(arguments, multiprocess=allowed)
+        monkeypatch.setattr(torchrun, "read_launch", Launch)
+        check_launch(arguments, multiprocess=allowed)
+    monkeypatch.setattr(torchrun, "read_launch", lambda: several)
+    check_launch(("variant=mhsa", "optim.lr=-m"), multiprocess=True)
     assert read_launch(FOURTH) == (3, 4, 1, 2)
     for single in ({"RANK": "3"}, {"RANK": "0", "WORLD_SIZE": "1"}):
         assert read_launch(single) == Launch()

@@ -39,10 +39,17 @@ kernel = triton.jit(do_not_specialize=("B", "T", "stream_keys", "longest", "dist
 
 
 @triton.jit
-def _head(heads, ramp_end, b, stream_keys, ramp, ALL: tl.constexpr):
-    """Return the program's head, its number of keys L, the row of its first key in stream b, its
-    number of visible keys, the number of nearest keys that have m = 1 and give no gradient to z,
-    and z + R."""
+def _block(rows, BLOCK: tl.constexpr):
+    """Return the program's stream, and the first row of its block."""
+    blocks = tl.cdiv(rows, BLOCK)
+    return (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
+
+
+@triton.jit
+def _head(heads, ramp_end, b, T, stream_keys, ramp, ALL: tl.constexpr):
+    """Return the program's head, the row of its first query in stream b, its number of keys L, the
+    row of its first key in stream b, its number of visible keys, the number of nearest keys that
+    have m = 1 and give no gradient to z, and z + R."""
     H = tl.num_programs(1)
     h = tl.load(heads + H + tl.program_id(1))
     first = tl.load(heads + 3 * H + h).to(tl.int64)
@@ -55,7 +62,7 @@ def _head(heads, ramp_end, b, stream_keys, ramp, ALL: tl.constexpr):
         end = tl.load(ramp_end + h).to(tl.float32)
         visible = tl.maximum(tl.minimum(visible, tl.floor(end).to(tl.int32) + 1), 0)
         full = tl.maximum(tl.minimum(full, tl.ceil(end).to(tl.int32) - ramp), 0)
-    return h, tl.load(heads + 2 * H + h), first, visible, full, end
+    return h, (b * H + h) * T, tl.load(heads + 2 * H + h), first, visible, full, end
 
 
 @triton.jit
@@ -189,11 +196,10 @@ def forward(
 
     ``prior``, ``prior_lse``: float32 output and log-sum-exp of a part of the same softmax, to
     merge with; or None."""
-    H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
-    b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
-    h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)
+    b, t0 = _block(T, BLOCK)
+    h, row, L, first, visible, full, end = _head(heads, ramp_end, b, T, stream_keys, ramp, ALL)
     k, v, offset = k + first * K, v + first * K, L - T - shift
-    row, t = (b * H + h) * T, t0 + tl.arange(0, BLOCK)
+    t = t0 + tl.arange(0, BLOCK)
     q_t = _load(q + row * K, t, T, K, WIDTH)
     counter = _row_numbers(seed, b, h, t)[:, None]
     peak = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -269,11 +275,10 @@ def query_gradient(
 ):  # fmt: skip
     """Write ``dq``, ``delta`` = g . y, ``dquery_bias [B, H, T]`` and each program's part of ``dz
     [H, B * blocks]``; ``dquery_bias`` and ``dz`` may be None. Grid: (B * blocks, H)."""
-    H, blocks = tl.num_programs(1), tl.cdiv(T, BLOCK)
-    b, t0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
-    h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)
+    b, t0 = _block(T, BLOCK)
+    h, row, L, first, visible, full, end = _head(heads, ramp_end, b, T, stream_keys, ramp, ALL)
     k, v, offset = k + first * K, v + first * K, L - T - shift
-    row, t = (b * H + h) * T, t0 + tl.arange(0, BLOCK)
+    t = t0 + tl.arange(0, BLOCK)
     q_t, g_t = _load(q + row * K, t, T, K, WIDTH), _load(g + row * K, t, T, K, WIDTH)
     lse_t = tl.load(lse + row + t, mask=t < T, other=float("inf"))
     delta_t = tl.sum(g_t.to(tl.float32) * _load(y + row * K, t, T, K, WIDTH).to(tl.float32), 1)
@@ -347,10 +352,9 @@ def key_gradient(
     with SEGMENT_ONLY only for the last T keys of each head, ``[B, H, T, K]``. ``dkey_bias`` has the
     same shape without K, or is None. ``longest`` is the largest number of keys of a head that
     get gradients. Grid: (B * blocks of so many keys, H)."""
-    H, blocks = tl.num_programs(1), tl.cdiv(longest, BLOCK)
-    b, row0 = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * BLOCK
-    h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, ALL)
-    row, offset = (b * H + h) * T, L - T - shift
+    b, row0 = _block(longest, BLOCK)
+    h, row, L, first, visible, full, end = _head(heads, ramp_end, b, T, stream_keys, ramp, ALL)
+    offset = L - T - shift
     written, at = L, first
     if ALL:
         at = b * stream_keys + first
@@ -432,7 +436,7 @@ def vector_gradient(
     x0, group = tl.program_id(0) * BLOCK, tl.program_id(2)
     x = x0 + tl.arange(0, BLOCK)
     b = group.to(tl.int64)
-    h, L, first, visible, full, end = _head(heads, ramp_end, b, stream_keys, ramp, False)
+    h, _, L, first, visible, full, end = _head(heads, ramp_end, b, T, stream_keys, ramp, False)
     offset = L - T - shift
     dp = tl.zeros([BLOCK, WIDTH], tl.float32)
     p = _load(vectors, x, distances, K, WIDTH)

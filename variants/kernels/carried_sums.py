@@ -147,9 +147,7 @@ def _decay_factors(
     largest = largest.cummax(-1).values - slope * t  # [B, H, 1 + n C]
     # over the keys that query t sees
     query_scale = largest[..., 1:] if attend_self else largest[..., :-1] - slope
-    query_scale = torch.where(
-        query_scale > -torch.inf, query_scale, torch.zeros_like(query_scale)
-    ).unflatten(-1, shape)
+    query_scale = query_scale.masked_fill(query_scale == -torch.inf, 0).unflatten(-1, shape)
     # [B, H, n, C], [B, H, 1 + n]
     scale = scale.unflatten(-1, shape)
     ends = largest[..., ::size]

@@ -227,21 +227,28 @@ def _window_arguments(inputs: Inputs, window: Window) -> dict:
     """Return arguments that all kernels share for the part of the softmax over visible keys."""
     lengths = inputs.key_counts()
     # z + R is rounded as in soft_mask, so that both put a key on the same side of a kink of m.
-    added = {"ramp_end": None if inputs.z is None else inputs.z + window.ramp, "table": inputs.bias}
-    added |= {"key_bias": inputs.key_bias, "query_bias": inputs.query_bias}
-    added = {name: x.float().contiguous() for name, x in added.items() if x is not None}
-    arguments = _arguments(inputs, inputs.q, inputs.k, inputs.v) | added
-    return arguments | {
-        "heads": _heads(window.max_keys, lengths, inputs.q.device),
-        "stream_keys": sum(lengths),
-        "shift": window.shift,
-        "vectors": None
-        if inputs.vectors is None
-        else inputs.vectors.to(inputs.q.dtype).contiguous(),
-        "distances": _n_distances(inputs),
-        "ramp": window.ramp,
-        "ALL": False,
+    added = {
+        "ramp_end": None if inputs.z is None else inputs.z + window.ramp,
+        "table": inputs.bias,
+        "key_bias": inputs.key_bias,
+        "query_bias": inputs.query_bias,
     }
+    added = {name: x.float().contiguous() for name, x in added.items() if x is not None}
+    return (
+        _arguments(inputs, inputs.q, inputs.k, inputs.v)
+        | added
+        | {
+            "heads": _heads(window.max_keys, lengths, inputs.q.device),
+            "stream_keys": sum(lengths),
+            "shift": window.shift,
+            "vectors": None
+            if inputs.vectors is None
+            else inputs.vectors.to(inputs.q.dtype).contiguous(),
+            "distances": _n_distances(inputs),
+            "ramp": window.ramp,
+            "ALL": False,
+        }
+    )
 
 
 def _persistent_arguments(inputs: Inputs) -> dict:
@@ -340,8 +347,8 @@ def _key_gradient(
         | key_gradient_options(arguments)
         | {"longest": longest, "SEGMENT_ONLY": segment_only}
     )
-    arguments |= {"dk": dk, "dv": dv, "dkey_bias": dbias}
-    _kernels().key_gradient[_grid(arguments, longest)](**common, **arguments)
+    grid = _grid(arguments, longest)
+    _kernels().key_gradient[grid](dk=dk, dv=dv, dkey_bias=dbias, **common, **arguments)
     return {"k": dk, "v": dv, "key_bias": dbias}
 
 

@@ -324,17 +324,19 @@ def _call(
     call.dtype = q.dtype
     call.alive = []
     call.threads = torch.get_num_threads()
-    call.persistent = 0
     if "extra_k" in named:
         call.persistent = named["extra_k"].shape[1]
-    call.biases = 0
     if "key_bias" in named:
         call.biases = named["key_bias"].shape[2]
     call.distances = max(max_keys)
     # keys of each head's past
     past = [named[f"k_old{part}"].shape[2] for part in part_of_head] or [0] * q.shape[1]
-    direct = [name for name in named if name not in ("z", "bias", "vectors") and "_old" not in name]
-    call.set_pointers(**{name: named[name] for name in direct}, past=torch.tensor(past))
+    direct = {
+        name: x
+        for name, x in named.items()
+        if name not in ("z", "bias", "vectors") and "_old" not in name
+    }
+    call.set_pointers(**direct, past=torch.tensor(past))
     if part_of_head:
         call.set_past(part_of_head, named)
     visible_keys = list(max_keys)
