@@ -126,10 +126,10 @@ def _run_layer(
 class LanguageModel(nn.Module):
     """A model of bytes. It predicts a distribution over the next byte; with sublayers of both
     directions, over the byte at each position; or, ``pooled``, over the classes of a text, from the
-    mean of its valid positions. ``conf/model/tiny.yaml`` describes ``norm``, ``norm_after``, ``tied`` and ``head_bias``. With
-    ``checkpoint="layers"`` only the input of each layer is saved, and the layer is computed again
-    in the backward pass, with the same random numbers. With ``none`` all activations that the
-    backward pass needs are saved."""
+    mean of its valid positions. ``conf/model/tiny.yaml`` describes ``norm``, ``norm_after``,
+    ``tied`` and ``head_bias``. With ``checkpoint="layers"`` only the input of each layer is saved,
+    and the layer is computed again in the backward pass, with the same random numbers. With
+    ``none`` all activations that the backward pass needs are saved."""
 
     def __init__(
         self,
