@@ -21,9 +21,9 @@ from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
 from harness.device.torch_settings import configure_torch
 from harness.loop.sampling import generate, token_ids
-from harness.loop.scoring import score_stream
 from harness.loop.state import load_weights
 from harness.model import LanguageModel
+from harness.objective.scoring import score_stream
 from harness.plan.build import Plan, literal, plan_run
 from harness.plan.settings import parse_setting
 from harness.record import checkpoint
@@ -84,7 +84,10 @@ class TrainedRun(NamedTuple):
     def model(self, *, span: int | None = None) -> LanguageModel:
         """Return the model with the best weights, on the CPU, at ``span`` or the run's; ValueError
         if weights do not fit."""
-        model = self.plan.make_model()
+        classes = None
+        if self.plan.objective.name == "classify":
+            classes = len(self.best["model"].get("head.weight", ()))
+        model = self.plan.make_model(classes=classes)
         load_weights(model, self.best["model"], source=self.key)
         if span is not None and span != self.plan.model.span:
             for _, sublayer in model.sublayers():

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from harness.cache import user_path
 from harness.data import associative_recall
+from harness.data.labelled import read_labelled
+from harness.data.listops import CLASSES, listops
 from harness.data.recall import copies, recall_floor, recall_stream
 from harness.data.repeats import repeat_masks
 from harness.data.skills import SKILLS, GeneratedCorpus
 from harness.data.sources import PUBLISHED, digest, read_path, read_published, read_stdlib
+from harness.data.streams import permutation
 from harness.data.synthetic_text import synthetic_text
+from harness.data.texts import Texts
 
 SPLITS = ("train", "valid", "test")
 GENERATED = {
@@ -28,7 +32,8 @@ GENERATED = {
     "synthetic_text": GeneratedCorpus(synthetic_text),
     **SKILLS,
 }
-NAMES = (*PUBLISHED, "file", "stdlib", *GENERATED)
+LABELLED = ("listops", "labelled")
+NAMES = (*PUBLISHED, "file", "stdlib", *GENERATED, *LABELLED)
 ONLY_OF = {"distances": ("recall",), "sequence": ("associative_recall",)}
 """The corpora that have an option which not all generated corpora have."""
 
@@ -50,6 +55,8 @@ class Corpus:
     sequence: int | None = None  # T, if every T bytes are an independent sequence; all are targets
     # the name of the configured corpus, if this one was read instead of it
     fallback_for: str | None = None
+    texts: dict[str, Texts] | None = None  # of each split, if the corpus has labels
+    classes: tuple[str, ...] = ()  # and these labels
 
     def scored_part(
         self, split: str, *, selection_bytes: int | None, limit: int | None = None
@@ -135,12 +142,15 @@ def load(
     what is allowed."""
     if name not in NAMES:
         raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
-    if path is not None and name not in (*PUBLISHED, "file"):
+    if path is not None and name not in (*PUBLISHED, "file", "labelled"):
         raise ValueError(
-            f"data.path={path!r}: only allowed with data={', '.join(PUBLISHED)} or file, not {name}"
+            f"data.path={path!r}: only allowed with data={', '.join(PUBLISHED)}, file or labelled, "
+            f"not {name}"
         )
     if name == "file" and not path:
         raise ValueError(f"data.path={path!r}: data=file requires data.path=FILE, a file or folder")
+    if name == "labelled" and not path:
+        raise ValueError(f"data.path={path!r}: data=labelled requires data.path=FILE.csv or .jsonl")
     if fallback not in (None, "stdlib") or (fallback and name not in PUBLISHED):
         raise ValueError(
             f"data.fallback={fallback!r}: allowed are null, and stdlib with "
@@ -151,7 +161,7 @@ def load(
     options = {"bytes": bytes, "distances": distances, "sequence": sequence, "seed": seed}
     options = {key: option for key, option in options.items() if option is not None}
     for key, option in options.items():
-        supported = ONLY_OF.get(key, tuple(GENERATED))
+        supported = ONLY_OF.get(key, (*GENERATED, "listops"))
         if name not in supported:
             raise ValueError(f"data.{key}={option}: only allowed with data={', '.join(supported)}")
     if options.get("bytes", 2) < 2:
@@ -159,6 +169,13 @@ def load(
     if sequence is not None:
         lengths = {"bytes": bytes or 0, "first_bytes": first_bytes or 0}
         _check_sequence(sequence, vocabulary=vocabulary, lengths=lengths)
+    if name in LABELLED:
+        changed = {"vocabulary": vocabulary != 256, "drop_newlines": drop_newlines}
+        changed |= {"first_bytes": first_bytes is not None}
+        for key, is_changed in changed.items():
+            if is_changed:
+                raise ValueError(f"data.{key}: allowed with data={name} is the default")
+        return _load_texts(name, path, options, split=split, sha256=sha256)
     configured_name = name
     content, name, error = _read(name, path, fallback, options)
     if first_bytes is not None:
@@ -183,8 +200,7 @@ def load(
             "set data.path=FILE; to get an error instead of this corpus, set data.fallback=null.",
             file=sys.stderr,
         )
-    if sha256 and sha256.lower() != content_sha256:
-        raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {content_sha256}")
+    _check_digest(name, content_sha256, expected=sha256)
     parts = _cut(content, split, sequence=sequence or 1)
     parts, symbols = _to_token_ids(
         content, parts, vocabulary=vocabulary, drop_newlines=drop_newlines
@@ -201,6 +217,62 @@ def load(
         sequence=sequence,
         fallback_for=configured_name if error else None,
     )
+
+
+def _load_texts(
+    name: str, path: str | None, options: dict, *, split: Sequence[float], sha256: str | None
+) -> Corpus:
+    """Return a corpus of labelled texts. Those of a file are shuffled, because files are often
+    sorted by label."""
+    classes = CLASSES
+    if name == "listops":
+        length = []
+        if "bytes" in options:
+            length = [options.pop("bytes")]
+        texts, indices = listops(*length, **options)
+    else:
+        texts, labels = read_labelled(path)
+        order = permutation(0, 0, len(texts)).tolist()
+        classes = tuple(sorted(set(labels)))
+        texts = [texts[i] for i in order]
+        indices = [classes.index(labels[i]) for i in order]
+        name = _file_name(path)
+    lines = [
+        b"%s\t%s\n" % (classes[i].encode(), text) for i, text in zip(indices, texts, strict=True)
+    ]
+    content_sha256 = digest(b"".join(lines))
+    _check_digest(name, content_sha256, expected=sha256)
+    parts = {}
+    for split_name, rows in zip(
+        SPLITS, _cut(np.arange(len(texts)), split, sequence=1, unit="texts"), strict=True
+    ):
+        rows = slice(rows[0], rows[-1] + 1)
+        parts[split_name] = Texts.of(texts[rows], indices[rows])
+    return Corpus(
+        name=name,
+        sha256=content_sha256,
+        n_bytes=sum(len(part.content) for part in parts.values()),
+        splits={split_name: part.content for split_name, part in parts.items()},
+        vocabulary=256,
+        symbols=bytes(range(256)),
+        generated=GeneratedCorpus(),
+        options={},
+        texts=parts,
+        classes=classes,
+    )
+
+
+def _check_digest(name: str, actual: str, *, expected: str | None) -> None:
+    """Raise ValueError if the digest of a corpus is not ``data.sha256``."""
+    if expected and expected.lower() != actual:
+        raise ValueError(f"data.sha256={expected}: the SHA-256 of {name} is {actual}")
+
+
+def _file_name(path: str) -> str:
+    """Return the name of a corpus that is read from a path of the user."""
+    file_name = user_path(path, key="data.path").resolve().name
+    printable = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in file_name)
+    return f"file:{printable}"
 
 
 def _check_sequence(sequence: int, *, vocabulary: int, lengths: dict[str, int]) -> None:
@@ -228,10 +300,7 @@ def _read(
     if name == "stdlib":
         return read_stdlib(), name, None
     if name == "file":
-        content = read_path(path)
-        file_name = user_path(path, key="data.path").resolve().name
-        printable = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in file_name)
-        return content, f"file:{printable}", None
+        return read_path(path), _file_name(path), None
     try:
         return read_published(name, path), name, None
     except OSError as error:
@@ -244,7 +313,9 @@ def _read(
         ) from error
 
 
-def _cut(content: np.ndarray, split: Sequence[float], *, sequence: int) -> list[np.ndarray]:
+def _cut(
+    content: np.ndarray, split: Sequence[float], *, sequence: int, unit: str = "bytes"
+) -> list[np.ndarray]:
     """Train, valid and test as views of ``content``, in order, each of at least two sequences, of
     one byte or more."""
     shares = [share for share in split if isinstance(share, float) and 0 < share < 1]
@@ -257,7 +328,7 @@ def _cut(content: np.ndarray, split: Sequence[float], *, sequence: int) -> list[
     train = len(content) - valid - test
     if min(train, valid, test) < 2 * sequence:
         raise ValueError(
-            f"data.split={shares}: cuts {len(content):,} bytes into {train}, {valid} and {test}, "
+            f"data.split={shares}: cuts {len(content):,} {unit} into {train}, {valid} and {test}, "
             f"but each split needs at least {2 * sequence}; use a longer corpus"
         )
     return np.split(content, [train, train + valid])

@@ -10,8 +10,8 @@ import torch
 
 from harness.count.memory import Peak
 from harness.loop import summary as summary_module
-from harness.loop.scoring import NOT_CAUSAL, Future, score_stream
 from harness.loop.step import train_step
+from harness.objective.scoring import NOT_CAUSAL, Future, score_stream
 from harness.record import checkpoint
 from harness.record.schema import violation
 from tests.support.small_configs import plan

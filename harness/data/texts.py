@@ -1,0 +1,120 @@
+"""Labelled texts, and the order in which training and evaluation read them. As in ``streams``, the
+order depends only on the texts, the sizes, the seed and the step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.data.streams import UNSHARDED, Batches, Segment, Shard, permuted_rows, row_batches
+
+MULTIPLE = 64
+"""Padded lengths are multiples of so many bytes, or the longest that is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Texts:
+    """Texts in the ``content`` of a split, uint8 ``[n]``. Text i has ``lengths[i]`` bytes from
+    ``starts[i]`` on, and the class ``labels[i]``: int64 ``[N]`` each."""
+
+    content: Tensor
+    starts: Tensor
+    lengths: Tensor
+    labels: Tensor
+
+    @classmethod
+    def of(cls, texts: Sequence[bytes], labels: Sequence[int]) -> "Texts":
+        """Return texts whose content has a newline after each."""
+        content = np.frombuffer(b"".join(text + b"\n" for text in texts), np.uint8).copy()
+        lengths = torch.tensor([len(text) for text in texts])
+        starts = torch.cumsum(lengths + 1, 0) - lengths - 1
+        return cls(
+            content=torch.from_numpy(content),
+            starts=starts,
+            lengths=lengths,
+            labels=torch.tensor(labels),
+        )
+
+    def __len__(self) -> int:
+        """Return the number of bytes of all texts, with the newlines after them."""
+        return int((self.lengths + 1).sum())
+
+    @property
+    def number(self) -> int:
+        return len(self.labels)
+
+    def select(self, rows: Tensor | slice) -> "Texts":
+        """Return some of the texts, of the same content."""
+        return Texts(
+            content=self.content,
+            starts=self.starts[rows],
+            lengths=self.lengths[rows],
+            labels=self.labels[rows],
+        )
+
+    def between(self, first: int, end: int) -> "Texts":
+        """Return the texts that lie in bytes ``first`` to ``end`` of the content, or the first of
+        them that begins there, if none fits."""
+        inside = (self.starts >= first) & (self.starts + self.lengths <= end)
+        if not inside.any():
+            inside[int((self.starts < first).sum().clamp(max=self.number - 1))] = True
+        return self.select(inside)
+
+    def cut(self, longest: int) -> "Texts":
+        """Return the texts, of which at most ``longest`` bytes are read."""
+        return Texts(
+            content=self.content,
+            starts=self.starts,
+            lengths=self.lengths.clamp(max=longest),
+            labels=self.labels,
+        )
+
+    def padded(self, rows: Tensor, *, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the bytes of some texts ``[B, T]``, zeros after each, their classes ``[B, 1]`` and
+        their lengths ``[B]``, int32. T is the longest length rounded up, at most ``longest``."""
+        lengths = self.lengths[rows]
+        width = min(-(-int(lengths.max()) // MULTIPLE) * MULTIPLE, longest)
+        columns = torch.arange(width)
+        positions = (self.starts[rows][:, None] + columns).clamp(max=len(self.content) - 1)
+        inputs = self.content[positions] * (columns < lengths[:, None])
+        return inputs.int(), self.labels[rows][:, None].int(), lengths.int()
+
+
+class TextBatches:
+    """Training batches: each step reads B (``streams``) texts of at most T bytes (``segment``). In
+    an epoch every text is read once, in an order drawn from seed and epoch."""
+
+    def __init__(self, texts: Texts, *, streams: int, segment: int, seed: int):
+        self.texts = texts
+        self.segment = segment
+        self.streams = streams
+        self.seed = seed
+
+    def carried_bytes(self, step: int) -> int:
+        """Return 0, because every text starts without state."""
+        return 0
+
+    def size(self, step: int) -> tuple[int, int]:
+        """Return the mean length of the texts of a step, rounded, and the bytes of all."""
+        n_bytes = int(self.texts.lengths[self._rows(step, UNSHARDED)].sum())
+        return max(1, round(n_bytes / self.streams)), n_bytes
+
+    def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what ``Texts.padded`` returns of a shard's texts in a step, counted from 0."""
+        return self.texts.padded(self._rows(step, shard), longest=self.segment)
+
+    def _rows(self, step: int, shard: Shard) -> Tensor:
+        sizes = {"streams": self.streams, "seed": self.seed}
+        return torch.tensor(permuted_rows(self.texts.number, step=step, shard=shard, **sizes))
+
+
+def scored_texts(texts: Texts, *, longest: int, batch: int, shard: Shard = UNSHARDED) -> Batches:
+    """Return all texts once, in order, each with one scored prediction, of its class."""
+
+    def read(rows: Tensor) -> Segment:
+        inputs, targets, lengths = texts.padded(rows, longest=longest)
+        return inputs, targets, torch.ones_like(targets, dtype=torch.bool), lengths
+
+    return row_batches(texts.number, batch=batch, shard=shard, read=read)
