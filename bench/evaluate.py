@@ -39,6 +39,7 @@ def main(cfg: DictConfig) -> None:
     from harness.trained import open_trained
 
     run = open_trained(cfg.run, key="run", runtime=cfg.runtime, trust=cfg.trust)
+    run.require_causal()
     folder = run.folder
     plan = run.plan
     provenance = run.provenance

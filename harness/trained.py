@@ -81,6 +81,15 @@ class TrainedRun(NamedTuple):
     best: dict
     key: str
 
+    def require_causal(self) -> None:
+        """Raise ValueError for a run whose model does not predict the next byte."""
+        objective = self.plan.objective.name
+        if objective != "causal_lm":
+            raise ValueError(
+                f"{self.key}={self.folder}: was trained with objective={objective}; allowed are "
+                "runs of causal_lm, which predict the next byte"
+            )
+
     def model(self, *, span: int | None = None) -> LanguageModel:
         """Return the model with the best weights, on the CPU, at ``span`` or the run's; ValueError
         if weights do not fit."""
@@ -216,5 +225,6 @@ def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) ->
     executed. ``trust`` names further modules from which its mechanisms may be imported.
     ValueError if the folder has no readable run."""
     opened = open_trained(str(path), key="path", trust=list(trust))
+    opened.require_causal()
     about = opened.provenance | {"protocol": opened.plan.protocol()}
     return Model(network=opened.model().to(device).eval(), symbols=opened.symbols(), about=about)

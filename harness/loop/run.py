@@ -419,7 +419,8 @@ class Run:
             print(f"finished: {self.folder.path}  {scores} bits per byte")
         elif self._is_main:
             print_closing_table(row)
-            print(next_steps(self.folder.path, upload=self._wandb.hint))
+            generates = self.plan.objective.name == "causal_lm"
+            print(next_steps(self.folder.path, upload=self._wandb.hint, generates=generates))
 
     def _score_text(self, bits: float | None) -> str:
         number = "not finite"
