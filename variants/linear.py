@@ -129,7 +129,7 @@ class CarriedSums(MultiHead):
         return super().ideal_flops() + 2 * self.heads * self.features * (2 * self.d_head + 1)
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Return all bytes have equal FLOPs; the backward pass has two products for each product of
+        """Return equal FLOPs for all bytes. The backward pass has two products for each product of
         the forward pass."""
         return NeededFlops.of_products(self.ideal_flops())
 

@@ -97,7 +97,7 @@ class Performer(CarriedSums):
         return super().ideal_flops() + 4 * self.heads * self.features * self.d_head
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Return all bytes have equal FLOPs; W has no gradient."""
+        """Return equal FLOPs for all bytes; W has no gradient."""
         return NeededFlops(
             self.ideal_flops(),
             2 * self.ideal_flops() - 4 * self.heads * self.features * self.d_head,

@@ -22,9 +22,12 @@ from tests.support.attention_case import (
     outcome,
     reference_output,
 )
+from tests.support.small_configs import plan
+from variants.adaptive_span import AdaptiveSpan
 from variants.all_attention import PersistentKV
 from variants.attention import Attention
-from variants.contract import Sublayer
+from variants.conformance import both, check
+from variants.contract import LayerContext, Sublayer
 from variants.feed_forward import FeedForward
 from variants.linear import LinearAttention
 from variants.longformer import Longformer
@@ -150,24 +153,25 @@ def test_a_layer_equals_torchs_encoder_layer_with_a_padding_mask(backend):
     assert_outcome(outcome(actual, {"x": x}), outcome(expected, {"x": x}), tolerance=1e-9)
 
 
-def model(*, pooled: bool = False, **changes) -> LanguageModel:
-    """Return a model of two layers that sees both sides."""
+PERSISTENT = partial(Attention, persistent=partial(PersistentKV, number=2), zero_init=False)
+
+
+def model(layer: dict, **keywords) -> LanguageModel:
+    """Return a model of two equal layers that sees both sides."""
     torch.manual_seed(0)
-    case = Case(direction="both", span=5, spans="fixed", **changes)
+    case = Case(direction="both", span=5)
 
-    def context(layer: int):
-        return case.context(d_model=6, heads=3, layer=layer, n_layers=2)
+    def context(index: int):
+        return case.context(d_model=6, heads=3, layer=index, n_layers=2)
 
-    attention = partial(Attention, persistent=partial(PersistentKV, number=2), zero_init=False)
-    layers = [{"attention": attention}] * 2
-    return LanguageModel(layers, context, vocabulary=7, inputs=8, pooled=pooled).to(DOUBLE)
+    return LanguageModel([layer] * 2, context, vocabulary=7, **keywords)
 
 
 @pytest.mark.parametrize("pooled", [False, True])
 def test_padding_changes_no_prediction_and_later_bytes_do(pooled):
     tokens = torch.randint(8, (2, 9), generator=torch.Generator().manual_seed(0))
     valid = torch.tensor([9, 4])
-    scored = model(pooled=pooled)
+    scored = model({"attention": PERSISTENT}, inputs=8, pooled=pooled).to(DOUBLE)
     logits = scored(tokens, valid=valid).logits
     padded = tokens.clone()
     padded[1, 4:] = (tokens[1, 4:] + 1) % 8
@@ -183,3 +187,81 @@ def test_padding_changes_no_prediction_and_later_bytes_do(pooled):
         assert torch.equal(same, logits)
         assert_near(alone[0], logits[1])
     assert scored(tokens).state[1] == (None, None)
+
+
+class SeesPadding(Attention):
+    def forward(self, x, state=None, start=None, *, collect_stats=False, valid=None):
+        return super().forward(x, state, start, collect_stats=collect_stats)
+
+
+class SeesNoLaterByte(Attention):
+    def attend(self, backend, q, keys, visible, **options):
+        return super().attend(backend, q, keys, visible._replace(both=False), **options)
+
+
+class SeesFartherThanItSays(Attention):
+    def reach(self):
+        return super().reach() - 1
+
+
+MAKERS = {
+    "attention": Attention,
+    "adaptive span": partial(Attention, span=partial(AdaptiveSpan, ramp=3, initial=0.5)),
+    "persistent": partial(Attention, persistent=partial(PersistentKV, number=3)),
+    "longformer": partial(Longformer, windows=(3, 4), dilation=(1, 2)),
+    "linear": LinearAttention,
+    "performer": Performer,
+}
+CAUSAL = r"objective\.direction=both: variant\.attention \(\w+\) supports only causal"
+ONLY_THE_PAST = dict.fromkeys(
+    [
+        "reformer",
+        "linformer",
+        "local",
+        "latent",
+        "nsa",
+        "differential",
+        "transformer_xl",
+        "gated_delta",
+        "gated_linear",
+        "perceiver_ar",
+        "forget_gate",
+        "dynamic_span",
+    ],
+    CAUSAL,
+) | {"linear_decay": "position=alibi: lowers scores by a slope"}
+BROKEN = {
+    "padding does not matter": SeesPadding,
+    "later bytes matter": SeesNoLaterByte,
+    "no byte beyond the declared reach matters": SeesFartherThanItSays,
+}
+
+
+def broken_promises(make) -> list[str]:
+    """Return the promises that a model with these sublayers breaks."""
+    checked = {"span": 5, "vocabulary": 7, "checks": both.CHECKS}
+    findings = check(lambda: model({"attention": make}), **checked)
+    return [finding.promise for finding in findings if not finding.passed]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_mechanisms_keep_the_promises_of_both_sides(name):
+    assert not broken_promises(MAKERS[name])
+
+
+@pytest.mark.parametrize("promise", BROKEN)
+def test_a_mechanism_that_breaks_a_promise_of_both_sides_is_found(promise):
+    assert promise in broken_promises(BROKEN[promise])
+
+
+@pytest.mark.parametrize("name", ONLY_THE_PAST)
+def test_a_variant_that_sees_only_the_past_refuses_both_sides_by_name(name):
+    planned = plan(f"variant={name}")
+    sizes = {key: getattr(planned.model, key) for key in ("d_model", "heads", "span")}
+    context = LayerContext(
+        layer=0, n_layers=len(planned.layers), scheme=planned.scheme, direction="both", **sizes
+    )
+    with pytest.raises(ValueError, match=ONLY_THE_PAST[name]):
+        for layer in planned.layers:
+            for make in layer.values():
+                make(context)

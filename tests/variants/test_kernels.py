@@ -370,7 +370,7 @@ def test_the_operation_passes_torchs_opcheck():
     # constants, or a tensor that may change in a graph
     for max_keys_tensor in (None, torch.tensor(max_keys)):
         windows = (max_keys, max_keys_tensor, 0, SOFT.ramp)
-        arguments = ("fused", " ".join(inputs), list(inputs.values()), *windows, 0.0)
+        arguments = ("fused", " ".join(inputs), list(inputs.values()), *windows, 0.0, False)
         torch.library.opcheck(torch.ops.windtunnel.attention_forward.default, arguments)
 
 
