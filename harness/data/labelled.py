@@ -59,7 +59,7 @@ def _csv_records(text: str, path: str) -> Iterator[tuple[int, dict]]:
         for record in reader:
             yield reader.line_num, record
     except csv.Error as error:
-        raise ValueError(f"data.path={path!r}: line {reader.line_num}: {error}") from error
+        raise ValueError(f"data.path={path!r}: line {reader.reader.line_num}: {error}") from error
 
 
 def _json_records(text: str, path: str) -> Iterator[tuple[int, dict]]:

@@ -104,7 +104,7 @@ class Plan(RunSettings):
             **{name: setting for name, setting in vars(self.model).items() if name not in excluded},
         )
         pool.clear()  # the pool is only for objects that layers share while the model is built
-        if self.objective.encoder == "frozen":
+        if is_classifier and self.objective.encoder == "frozen":
             model.requires_grad_(False)
             model.head.requires_grad_(True)
         return model
