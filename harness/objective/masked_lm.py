@@ -37,15 +37,13 @@ class MaskedLM(Objective):
         layout = {"streams": b.streams, "segment": b.segment, "order": b.order}
         train = corpus.splits["train"]
         self.batches = MaskedWindows(train, seed=plan.seed, **layout, **self.options)
-        parts = {split: self.reported_part(split, limit=plan.eval.bytes) for split in self.splits}
-        for split, part in (
-            parts | {"valid, which selects weights,": self.selection_part()}
-        ).items():
-            if len(part) < b.segment:
-                raise ValueError(
-                    f"batch.segment={b.segment}: {allowed} are at most the {len(part)} bytes to "
-                    f"be scored of {split}"
-                )
+        parts = [self.reported_part(split, limit=plan.eval.bytes) for split in self.splits]
+        shortest = min(map(len, [*parts, self.selection_part()]))
+        if shortest < b.segment:
+            raise ValueError(
+                f"batch.segment={b.segment}: {allowed} are at most the {shortest:,} bytes that are "
+                "scored, or that select weights"
+            )
 
     def score(self, model: LanguageModel, windows: Tensor, runtime: Runtime, **check) -> Score:
         """Score ``windows [N, T]``."""

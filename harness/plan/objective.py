@@ -18,10 +18,9 @@ def check_objective(plan: RunSettings) -> None:
     for key, owner in (("rate", "masked_lm"), ("encoder", "classify")):
         setting = getattr(objective, key)
         if (setting is None) == (name == owner):
-            needed = "is null"
-            if name == owner:
-                needed = "are other values"
-            raise ValueError(f"objective.{key}={str(setting).lower()}: {allowed} {needed}")
+            if setting is None:
+                raise ValueError(f"objective.{key}=null: {allowed} are other values")
+            raise ValueError(f"objective.{key}={setting}: {allowed} is null")
     if name == "causal_lm":
         _check_sequence(plan)
         return
