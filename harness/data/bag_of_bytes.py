@@ -1,8 +1,6 @@
 """Baselines for labelled texts: the most frequent class, and logistic regression on the frequencies
 of bytes."""
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,57 +10,46 @@ from harness.data.texts import Texts
 PENALTY = 1e-2
 """Of the sum of squared weights, in nats per text."""
 ITERATIONS = 100
-MAX_TEXTS = 50_000  # of train, the first ones, that the regression reads
-CHUNK = 1024  # texts whose bytes are counted together
 
 
-def baselines(train: Texts, scored: Texts, *, classes: int) -> dict[str, tuple[float, float]]:
-    """Return for each baseline, its bits per label and the share of likeliest classes that are
-    right, of ``scored``."""
-    counts = torch.bincount(train.labels, minlength=classes) + 1.0
-    prior = (counts / counts.sum()).log().expand(scored.number, classes)
-    first = train.select(slice(MAX_TEXTS))
-    regression = _regression(frequencies(first), first.labels, classes=classes)
-    predictions = {"most frequent": prior, "bag of bytes": regression(frequencies(scored))}
+def baseline_accuracy(train: Texts, scored: Texts, *, classes: int) -> dict[str, float]:
+    """Return the share of texts whose class each baseline predicts."""
+    most_frequent = torch.bincount(train.labels, minlength=classes).argmax()
+    regression = _regression(frequencies(train), train.labels, frequencies(scored), classes)
+    predictions = {"most frequent": most_frequent, "bag of bytes": regression.argmax(1)}
     return {
-        name: (
-            F.cross_entropy(logits, scored.labels).item() / math.log(2),
-            (logits.argmax(1) == scored.labels).double().mean().item(),
-        )
-        for name, logits in predictions.items()
+        name: (prediction == scored.labels).double().mean().item()
+        for name, prediction in predictions.items()
     }
 
 
 def frequencies(texts: Texts) -> Tensor:
     """Return the share of each byte in each text: float32 ``[N, 256]``."""
-    shares = []
-    for rows in torch.arange(texts.number).split(CHUNK):
-        inputs, _, lengths = texts.padded(rows, longest=int(texts.lengths.max()))
-        is_byte = (torch.arange(inputs.shape[1]) < lengths[:, None]).float()
-        counts = torch.zeros(len(rows), 256).scatter_add_(1, inputs.long(), is_byte)
-        shares.append(counts / lengths[:, None])
-    return torch.cat(shares)
+    ends = texts.starts + texts.lengths
+    parts = (texts.content[start:end] for start, end in zip(texts.starts, ends, strict=True))
+    counts = torch.stack([torch.bincount(part, minlength=256) for part in parts])
+    return counts / texts.lengths[:, None]
 
 
-def _regression(features: Tensor, labels: Tensor, *, classes: int):
-    """Return the function from features to logits of a fit by L-BFGS. Features are divided by their
-    standard deviations."""
-    scale = features.std(0).clamp(min=1e-6)
-    mean = features.mean(0)
+def _regression(features: Tensor, labels: Tensor, others: Tensor, classes: int) -> Tensor:
+    """Return logits ``[M, C]`` of ``others [M, 256]`` by a fit to ``features [N, 256]``, which are
+    divided by their standard deviations."""
+    deviation = features.std(0)
+    scale = torch.where(
+        deviation > 0, deviation, torch.inf
+    )  # a byte that train lacks has no weight
     weight = torch.zeros(features.shape[1], classes, requires_grad=True)
     bias = torch.zeros(classes, requires_grad=True)
-    scaled = (features - mean) / scale
     optimizer = torch.optim.LBFGS(
         [weight, bias], max_iter=ITERATIONS, line_search_fn="strong_wolfe"
     )
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = F.cross_entropy(scaled @ weight + bias, labels) + PENALTY * (weight**2).sum()
-        value.backward()
-        return value
+        logits = features / scale @ weight + bias
+        penalised = F.cross_entropy(logits, labels) + PENALTY * weight.square().sum()
+        penalised.backward()
+        return penalised
 
     optimizer.step(loss)
-    weight, bias = weight.detach(), bias.detach()
-    # a byte that train lacks has no weight
-    return lambda others: (others - mean) / scale @ weight + bias
+    return (others / scale @ weight + bias).detach()

@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.cache import user_path
 from harness.data import associative_recall
 from harness.data.labelled import read_labelled
-from harness.data.listops import CLASSES, listops
+from harness.data.listops import listops
 from harness.data.recall import copies, recall_floor, recall_stream
 from harness.data.repeats import repeat_masks
 from harness.data.skills import SKILLS, GeneratedCorpus
@@ -170,11 +170,9 @@ def load(
         lengths = {"bytes": bytes or 0, "first_bytes": first_bytes or 0}
         _check_sequence(sequence, vocabulary=vocabulary, lengths=lengths)
     if name in LABELLED:
-        changed = {"vocabulary": vocabulary != 256, "drop_newlines": drop_newlines}
-        changed |= {"first_bytes": first_bytes is not None}
-        for key, is_changed in changed.items():
-            if is_changed:
-                raise ValueError(f"data.{key}: allowed with data={name} is the default")
+        if (vocabulary, drop_newlines, first_bytes) != (256, False, None):
+            keys = "data.vocabulary=256, data.drop_newlines=false and data.first_bytes=null"
+            raise ValueError(f"data={name}: allowed are {keys}")
         return _load_texts(name, path, options, split=split, sha256=sha256)
     configured_name = name
     content, name, error = _read(name, path, fallback, options)
@@ -224,35 +222,29 @@ def _load_texts(
 ) -> Corpus:
     """Return a corpus of labelled texts. Those of a file are shuffled, because files are often
     sorted by label."""
-    classes = CLASSES
     if name == "listops":
-        length = []
-        if "bytes" in options:
-            length = [options.pop("bytes")]
-        texts, indices = listops(*length, **options)
+        texts, labels = listops(options.pop("bytes", 4_000_000), **options)
     else:
         texts, labels = read_labelled(path)
         order = permutation(0, 0, len(texts)).tolist()
-        classes = tuple(sorted(set(labels)))
         texts = [texts[i] for i in order]
-        indices = [classes.index(labels[i]) for i in order]
+        labels = [labels[i] for i in order]
         name = _file_name(path)
-    lines = [
-        b"%s\t%s\n" % (classes[i].encode(), text) for i, text in zip(indices, texts, strict=True)
-    ]
-    content_sha256 = digest(b"".join(lines))
-    _check_digest(name, content_sha256, expected=sha256)
+    classes = tuple(sorted(set(labels)))
+    lines = (f"{label}\t".encode() + text for label, text in zip(labels, texts, strict=True))
+    sha256_of_all = digest(b"\n".join(lines))
+    _check_digest(name, sha256_of_all, expected=sha256)
     parts = {}
-    for split_name, rows in zip(
-        SPLITS, _cut(np.arange(len(texts)), split, sequence=1, unit="texts"), strict=True
-    ):
-        rows = slice(rows[0], rows[-1] + 1)
-        parts[split_name] = Texts.of(texts[rows], indices[rows])
+    rows = _cut(np.arange(len(texts)), split, sequence=1, unit="texts")
+    for split_name, part in zip(SPLITS, rows, strict=True):
+        indices = [classes.index(labels[row]) for row in part]
+        parts[split_name] = Texts.of([texts[row] for row in part], indices)
+    splits = {split_name: part.content for split_name, part in parts.items()}
     return Corpus(
         name=name,
-        sha256=content_sha256,
-        n_bytes=sum(len(part.content) for part in parts.values()),
-        splits={split_name: part.content for split_name, part in parts.items()},
+        sha256=sha256_of_all,
+        n_bytes=sum(map(len, splits.values())),
+        splits=splits,
         vocabulary=256,
         symbols=bytes(range(256)),
         generated=GeneratedCorpus(),

@@ -18,7 +18,6 @@ LONGEST = 500
 DEPTH = 10
 ELEMENTS = 4  # numbers of elements of a list, from 2 on
 LISTS = 4  # one of so many elements is a list
-CLASSES = tuple("0123456789")
 
 
 def median(elements: list[int]) -> int:
@@ -29,18 +28,18 @@ def median(elements: list[int]) -> int:
 OPERATORS = {"MIN": min, "MAX": max, "MED": median, "SM": lambda elements: sum(elements) % 10}
 
 
-def listops(n_bytes: int = 4_000_000, *, seed: int = 0) -> tuple[list[bytes], list[int]]:
+def listops(n_bytes: int, *, seed: int = 0) -> tuple[list[bytes], list[str]]:
     """Return texts of ``n_bytes`` bytes in all, or a little more, and their classes."""
     draws = _draws(seed)
     texts = []
-    values = []
+    labels = []
     while n_bytes > 0:
         text, value = _draw_list(draws, depth=1)
         if SHORTEST <= len(text) <= LONGEST:
             texts.append(text.encode())
-            values.append(value)
+            labels.append(str(value))
             n_bytes -= len(text) + 1
-    return texts, values
+    return texts, labels
 
 
 def _draws(seed: int) -> Iterator[int]:

@@ -27,37 +27,28 @@ _CHANGED = 7
 _SCORED = 8
 
 
-class MaskedWindows:
-    """Training batches: the windows of ``Streams`` without carried state, with a share ``rate`` of
+class MaskedWindows(Streams):
+    """Training batches: windows of ``Streams`` without carried state, with a share ``rate`` of
     their bytes selected."""
 
-    def __init__(self, split: Tensor, *, rate: float, vocabulary: int, seed: int, **layout: object):
-        self.windows = Streams(split, seed=seed, carry=False, **layout)
-        self.segment = self.windows.segment
+    def __init__(self, split: Tensor, *, rate: float, vocabulary: int, **layout: object):
+        super().__init__(split, carry=False, **layout)
         self.rate = rate
         self.vocabulary = vocabulary
-        self.seed = seed
-
-    def carried_bytes(self, step: int) -> int:
-        """Return 0, because every window starts without state."""
-        return 0
-
-    def size(self, step: int) -> tuple[int, int]:
-        """Return the bytes of each window in a step, and of all."""
-        return self.windows.size(step)
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a step, counted from 0, for a shard's windows: int32 ``[B,
         T]`` each. Targets of bytes that are not selected are ``UNSCORED``."""
-        tokens, _ = self.windows.batch(step, shard=shard)
-        streams = self.windows.streams
-        rows = np.arange(streams)[shard_slice(streams, shard), None]
-        selected = select(_SELECTED, self.seed, step, rows, width=self.segment, rate=self.rate)
-        draws = integer_hash(_CHANGED, self.seed, step, rows, np.arange(self.segment))
-        change = torch.from_numpy((draws % np.uint64(10)).astype(np.int64))
-        random = (draws // np.uint64(10) % np.uint64(self.vocabulary)).astype(np.int64)
+        tokens, _ = super().batch(step, shard=shard)
+        rows = np.arange(self.streams)[shard_slice(self.streams, shard), None]
+        keys = (self.seed, step, rows)
+        selected = select(_SELECTED, *keys, width=self.segment, rate=self.rate)
+        draws = integer_hash(_CHANGED, *keys, np.arange(self.segment)) % np.uint64(
+            10 * self.vocabulary
+        )
+        byte, change = map(torch.from_numpy, np.divmod(draws.astype(np.int64), 10))
         inputs = hide(tokens, selected & (change < 8), vocabulary=self.vocabulary)
-        inputs = torch.where(selected & (change == 8), torch.from_numpy(random), inputs)
+        inputs = torch.where(selected & (change == 8), byte, inputs)
         return inputs.int(), torch.where(selected, tokens, UNSCORED).int()
 
 

@@ -23,35 +23,30 @@ def neighbour_bits(
     if not 3 <= len(train) <= MAX_TRAIN_BYTES:
         return {}
     size = vocabulary
-    tokens = np.pad(windows.numpy().astype(np.int64), ((0, 0), (1, 1)))
-    is_known = np.pad(~selected.numpy(), ((0, 0), (1, 1)))
-    rows, columns = np.nonzero(selected.numpy())
-    left, byte, right = (tokens[rows, columns + shift] for shift in range(3))
-    left_known, right_known = (is_known[rows, columns + shift] for shift in (0, 2))
     ids = train.numpy().astype(np.int64)
+    # an id that does not occur in train stands for unknown bytes
+    visible = np.where(selected.numpy(), size, windows.numpy().astype(np.int64))
+    visible = np.pad(visible, ((0, 0), (1, 1)), constant_values=size)
+    rows, columns = np.nonzero(selected.numpy())
+    byte = windows.numpy()[rows, columns].astype(np.int64)
+    left = visible[rows, columns]
+    right = visible[rows, columns + 2]
 
-    def smoothed(context: np.ndarray, counts: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """Mix the ``counts [contexts, V]`` of a byte in its context with ``lower``."""
-        n_context = counts.sum(1)[context]
-        n_different = (counts > 0).sum(1)[context]
-        mixed = (counts[context, byte] + n_different * lower) / np.maximum(
-            n_context + n_different, 1
-        )
-        return np.where(n_context > 0, mixed, lower)
+    def smoothed(context, contexts, followers, lower: np.ndarray) -> np.ndarray:
+        """Return the probabilities of ``byte`` after ``context``, counted in the ``followers`` of
+        ``contexts``, and mixed with ``lower``."""
+        counts = np.bincount(contexts * size + followers, minlength=int(context.max() + 1) * size)
+        counts = counts.reshape(-1, size)
+        n = counts.sum(1)[context]
+        d = (counts > 0).sum(1)[context]
+        return np.where(n, (counts[context, byte] + d * lower) / np.maximum(n + d, 1), lower)
 
-    def table(context: np.ndarray, followers: np.ndarray, contexts: int) -> np.ndarray:
-        counts = np.bincount(context * size + followers, minlength=contexts * size)
-        return counts.reshape(contexts, size)
-
-    nothing = np.zeros_like(byte)
-    alone = smoothed(nothing, table(np.zeros_like(ids), ids, 1), np.full(len(byte), 1 / size))
-    by_left = smoothed(left, table(ids[:-1], ids[1:], size), alone)
-    by_left = np.where(left_known, by_left, alone)
-    by_right = smoothed(right, table(ids[1:], ids[:-1], size), alone)
-    by_right = np.where(right_known, by_right, alone)
-    between = table(ids[:-2] * size + ids[2:], ids[1:-1], size * size)
-    by_both = smoothed(left * size + right, between, (by_left + by_right) / 2)
-    one = np.where(left_known, by_left, by_right)  # p(b) if neither is known
-    by_both = np.where(left_known & right_known, by_both, one)
+    alone = smoothed(np.zeros_like(byte), np.zeros_like(ids), ids, 1 / size)
+    by_left = smoothed(left, ids[:-1], ids[1:], alone)
+    by_right = smoothed(right, ids[1:], ids[:-1], alone)
+    contexts = ids[:-2] * (size + 1) + ids[2:]
+    mean = (by_left + by_right) / 2
+    by_both = smoothed(left * (size + 1) + right, contexts, ids[1:-1], mean)
+    by_both = np.where(right == size, by_left, np.where(left == size, by_right, by_both))
     predictions = {"left": by_left, "right": by_right, "both": by_both}
     return {name: float(-np.log2(p).mean()) for name, p in predictions.items()}

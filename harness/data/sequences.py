@@ -6,37 +6,23 @@ from an empty state. Its targets are all T bytes, so that a split of n bytes has
 import torch
 from torch import Tensor
 
-from harness.data.streams import UNSHARDED, Batches, Segment, Shard, permuted_rows, row_batches
+from harness.data.streams import UNSHARDED, Batches, Rows, Segment, Shard, row_batches
 
 NEWLINE = ord("\n")
 
 
-class Sequences:
+class Sequences(Rows):
     """Training batches: each step reads B (``streams``) whole sequences of T bytes (``segment``) of
-    ``split``, uint8 ``[n T]``. In an epoch every sequence is read once, in an order drawn from seed
-    and epoch."""
+    ``split``, uint8 ``[n T]``."""
 
     def __init__(self, split: Tensor, *, streams: int, sequence: int, seed: int):
         self.sequences = split.view(-1, sequence)
-        self.segment = sequence
-        self.streams = streams
-        self.seed = seed
-        self.bytes_per_step = streams * sequence
-
-    def carried_bytes(self, step: int) -> int:
-        """Return 0, because every sequence starts without state."""
-        return 0
-
-    def size(self, step: int) -> tuple[int, int]:
-        """Return the bytes of each sequence in a step, and of all."""
-        return self.segment, self.bytes_per_step
+        super().__init__(len(self.sequences), streams=streams, segment=sequence, seed=seed)
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a step, counted from 0, for a shard's sequences: int64 ``[B,
         T]`` each."""
-        sizes = {"streams": self.streams, "seed": self.seed}
-        rows = permuted_rows(len(self.sequences), step=step, shard=shard, **sizes)
-        return _pairs(self.sequences[rows])
+        return _pairs(self.sequences[self.rows(step, shard)])
 
 
 def scored_sequences(
@@ -51,7 +37,7 @@ def scored_sequences(
 
     def read(rows: Tensor) -> Segment:
         inputs, targets = _pairs(sequences[rows])
-        return inputs, targets, torch.ones_like(targets, dtype=torch.bool)
+        return inputs, targets, targets >= 0
 
     return row_batches(len(sequences), batch=batch, shard=shard, read=read)
 

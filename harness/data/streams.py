@@ -131,14 +131,32 @@ def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     return np.argsort(integer_hash(_ORDER, seed, epoch, np.arange(n)), kind="stable")
 
 
-def permuted_rows(n: int, *, streams: int, seed: int, step: int, shard: Shard) -> list[int]:
-    """Return which of ``n`` rows a shard's streams read in a step: in an epoch each row is read
-    once, in an order drawn from seed and epoch."""
-    rows = []
-    for index in range(streams)[shard_slice(streams, shard)]:
-        epoch, position = divmod(step * streams + index, n)
-        rows.append(int(permutation(seed, epoch, n)[position]))
-    return rows
+class Rows:
+    """Training batches of ``n`` independent rows of T bytes (``segment``), of which a step reads B
+    (``streams``). In an epoch each row is read once, in an order drawn from seed and epoch."""
+
+    def __init__(self, n: int, *, streams: int, segment: int, seed: int):
+        self.n = n
+        self.streams = streams
+        self.segment = segment
+        self.seed = seed
+        self.bytes_per_step = streams * segment
+
+    def carried_bytes(self, step: int) -> int:
+        """Return 0, because every row starts without state."""
+        return 0
+
+    def size(self, step: int) -> tuple[int, int]:
+        """Return the bytes of each row in a step, and of all."""
+        return self.segment, self.bytes_per_step
+
+    def rows(self, step: int, shard: Shard = UNSHARDED) -> Tensor:
+        """Return which rows a shard reads in a step, counted from 0: int64 ``[B]``."""
+        rows = []
+        for index in range(self.streams)[shard_slice(self.streams, shard)]:
+            epoch, position = divmod(step * self.streams + index, self.n)
+            rows.append(int(permutation(self.seed, epoch, self.n)[position]))
+        return torch.tensor(rows)
 
 
 def row_batches(

@@ -2,19 +2,19 @@
 order depends only on the texts, the sizes, the seed and the step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from harness.data.streams import UNSHARDED, Batches, Segment, Shard, permuted_rows, row_batches
+from harness.data.streams import UNSHARDED, Batches, Rows, Segment, Shard, row_batches
 
 MULTIPLE = 64
 """Padded lengths are multiples of so many bytes, or the longest that is allowed."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Texts:
     """Texts in the ``content`` of a split, uint8 ``[n]``. Text i has ``lengths[i]`` bytes from
     ``starts[i]`` on, and the class ``labels[i]``: int64 ``[N]`` each."""
@@ -27,15 +27,10 @@ class Texts:
     @classmethod
     def of(cls, texts: Sequence[bytes], labels: Sequence[int]) -> "Texts":
         """Return texts whose content has a newline after each."""
-        content = np.frombuffer(b"".join(text + b"\n" for text in texts), np.uint8).copy()
-        lengths = torch.tensor([len(text) for text in texts])
-        starts = torch.cumsum(lengths + 1, 0) - lengths - 1
-        return cls(
-            content=torch.from_numpy(content),
-            starts=starts,
-            lengths=lengths,
-            labels=torch.tensor(labels),
-        )
+        content = np.frombuffer(b"\n".join([*texts, b""]), np.uint8).copy()
+        lengths = torch.tensor([*map(len, texts)])
+        ends = torch.cumsum(lengths + 1, 0)
+        return cls(torch.from_numpy(content), ends - lengths - 1, lengths, torch.tensor(labels))
 
     def __len__(self) -> int:
         """Return the number of bytes of all texts, with the newlines after them."""
@@ -47,29 +42,17 @@ class Texts:
 
     def select(self, rows: Tensor | slice) -> "Texts":
         """Return some of the texts, of the same content."""
-        return Texts(
-            content=self.content,
-            starts=self.starts[rows],
-            lengths=self.lengths[rows],
-            labels=self.labels[rows],
-        )
+        return Texts(self.content, self.starts[rows], self.lengths[rows], self.labels[rows])
 
     def between(self, first: int, end: int) -> "Texts":
-        """Return the texts that lie in bytes ``first`` to ``end`` of the content, or the first of
-        them that begins there, if none fits."""
-        inside = (self.starts >= first) & (self.starts + self.lengths <= end)
-        if not inside.any():
-            inside[int((self.starts < first).sum().clamp(max=self.number - 1))] = True
-        return self.select(inside)
+        """Return the texts that lie in bytes ``first`` to ``end`` of the content, at least one."""
+        begin = min(int((self.starts < first).sum()), self.number - 1)
+        n_fitting = int((self.starts + self.lengths <= end).sum())
+        return self.select(slice(begin, max(n_fitting, begin + 1)))
 
     def cut(self, longest: int) -> "Texts":
         """Return the texts, of which at most ``longest`` bytes are read."""
-        return Texts(
-            content=self.content,
-            starts=self.starts,
-            lengths=self.lengths.clamp(max=longest),
-            labels=self.labels,
-        )
+        return replace(self, lengths=self.lengths.clamp(max=longest))
 
     def padded(self, rows: Tensor, *, longest: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the bytes of some texts ``[B, T]``, zeros after each, their classes ``[B, 1]`` and
@@ -82,39 +65,29 @@ class Texts:
         return inputs.int(), self.labels[rows][:, None].int(), lengths.int()
 
 
-class TextBatches:
-    """Training batches: each step reads B (``streams``) texts of at most T bytes (``segment``). In
-    an epoch every text is read once, in an order drawn from seed and epoch."""
+class TextBatches(Rows):
+    """Training batches: each step reads B (``streams``) ``texts`` of at most T bytes
+    (``segment``)."""
 
     def __init__(self, texts: Texts, *, streams: int, segment: int, seed: int):
+        super().__init__(texts.number, streams=streams, segment=segment, seed=seed)
         self.texts = texts
-        self.segment = segment
-        self.streams = streams
-        self.seed = seed
-
-    def carried_bytes(self, step: int) -> int:
-        """Return 0, because every text starts without state."""
-        return 0
 
     def size(self, step: int) -> tuple[int, int]:
         """Return the mean length of the texts of a step, rounded, and the bytes of all."""
-        n_bytes = int(self.texts.lengths[self._rows(step, UNSHARDED)].sum())
+        n_bytes = int(self.texts.lengths[self.rows(step)].sum())
         return max(1, round(n_bytes / self.streams)), n_bytes
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor, Tensor]:
         """Return what ``Texts.padded`` returns of a shard's texts in a step, counted from 0."""
-        return self.texts.padded(self._rows(step, shard), longest=self.segment)
-
-    def _rows(self, step: int, shard: Shard) -> Tensor:
-        sizes = {"streams": self.streams, "seed": self.seed}
-        return torch.tensor(permuted_rows(self.texts.number, step=step, shard=shard, **sizes))
+        return self.texts.padded(self.rows(step, shard), longest=self.segment)
 
 
 def scored_texts(texts: Texts, *, longest: int, batch: int, shard: Shard = UNSHARDED) -> Batches:
-    """Return all texts once, in order, each with one scored prediction, of its class."""
+    """Return the ``row_batches`` of all texts, with one scored prediction each."""
 
     def read(rows: Tensor) -> Segment:
         inputs, targets, lengths = texts.padded(rows, longest=longest)
-        return inputs, targets, torch.ones_like(targets, dtype=torch.bool), lengths
+        return inputs, targets, targets >= 0, lengths
 
     return row_batches(texts.number, batch=batch, shard=shard, read=read)

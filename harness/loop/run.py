@@ -401,7 +401,7 @@ class Run:
             best_bytes_seen=best["bytes"],
             spans=summary.spans(trainer.model.metrics({})) or summary.spans(finals[0].metrics),
             # After the peak is read, because they use memory.
-            **summary.baselines(trainer) if self._is_main else {},
+            compressors=summary.compressors(trainer) if self._is_main else {},
             capped={final.kind: final.capped_bytes for final in finals if final.capped_bytes},
             **{"test_bits_per_byte": None} | scores,
             status="finished",

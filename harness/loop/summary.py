@@ -131,7 +131,7 @@ def final_score(trainer: Trainer, name: str) -> Final:
     trainer.check_weights()
     spent = trainer.state.spent.bytes
     with trainer.whole_parameters():
-        score, keys = objective.final(trainer.model, part, trainer.runtime, trained_bytes=spent)
+        score, keys = objective.final(trainer.model, part, trained_bytes=spent)
     is_capped = len(part) < len(objective.reported_part(name))
     return Final(
         kind=name,
@@ -145,15 +145,14 @@ def final_score(trainer: Trainer, name: str) -> Final:
     )
 
 
-def baselines(trainer: Trainer) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the keys of a summary that have scores of baselines, by split."""
+def compressors(trainer: Trainer) -> dict[str, dict[str, float]]:
+    """Return bits of each final split by the objective's baselines."""
     spent = trainer.state.spent.bytes
-    keys: dict[str, dict] = {"compressors": {}}
-    for name in trainer.objective.splits:
-        part = trainer.reported_split(name)
-        for key, scores in trainer.objective.baselines(part, trained_bytes=spent).items():
-            keys.setdefault(key, {})[name] = scores
-    return keys
+    objective = trainer.objective
+    return {
+        name: objective.baselines(trainer.reported_split(name), trained_bytes=spent)
+        for name in objective.splits
+    }
 
 
 def parameters(model: LanguageModel) -> Parameters:

@@ -45,7 +45,7 @@ class Trainer:
         self.runtime = runtime
         seeds.seed(plan.seed)
         processes = runtime.processes
-        self.objective = OBJECTIVES[plan.objective.name](plan, corpus)
+        self.objective = OBJECTIVES[plan.objective.name](plan, corpus, runtime)
         self.stream = self.objective.batches
         self.model = plan.make_model(classes=len(corpus.classes) or None)
         self.model.to(runtime.device)
@@ -238,13 +238,13 @@ class Trainer:
         objective's ``score``."""
         self.check_weights()
         with self.whole_parameters():
-            return self.objective.score(self.model, part, self.runtime, **options)
+            return self.objective.score(self.model, part, **options)
 
     def evaluate_sample(self, part: Part, *, pairs: int) -> tuple[Score, dict]:
         """Score a sample of ``pairs`` bytes; return also further keys of its row."""
         self.check_weights()
         with self.whole_parameters():
-            return self.objective.score_sample(self.model, part, self.runtime, pairs=pairs)
+            return self.objective.score_sample(self.model, part, pairs=pairs)
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Context in which parameters are complete, for reading."""

@@ -27,9 +27,10 @@ class CausalLM(Objective):
     unit = "bits/byte"
     scored = "bytes"
     failed = NOT_CAUSAL
+    explain = staticmethod(not_causal)
 
-    def __init__(self, plan: Plan, corpus: Corpus):
-        super().__init__(plan, corpus)
+    def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
+        super().__init__(plan, corpus, runtime)
         self.scored_segment = plan.eval.segment
         b = plan.batch
         train = corpus.splits["train"]
@@ -46,7 +47,6 @@ class CausalLM(Objective):
         self,
         model: LanguageModel,
         part: Tensor,
-        runtime: Runtime,
         *,
         pairs: int | None = None,
         **check: int | None,
@@ -55,7 +55,7 @@ class CausalLM(Objective):
         its sequences. ``pairs`` and ``check`` (``future_seed``, ``cuts``) are those of
         ``score_stream``."""
         e = self.plan.eval
-        common = {"runtime": runtime, **check}
+        common = {"runtime": self.runtime, **check}
         if sequence := self.corpus.sequence:
             batch = max(1, e.streams * e.segment // sequence)
             return score_sequences(model, part, sequence=sequence, batch=batch, **common)
@@ -66,34 +66,32 @@ class CausalLM(Objective):
             layout |= {"pairs": pairs, "streams": streams, "context": context}
         return score_stream(model, part, collect_stats=True, **layout, **common)
 
-    def score_sample(
-        self, model: LanguageModel, part: Tensor, runtime: Runtime, *, pairs: int
-    ) -> tuple[Score, dict]:
+    def score_sample(self, model: LanguageModel, part: Tensor, *, pairs: int) -> tuple[Score, dict]:
         """Score a sample of ``pairs`` pairs, or of whole sequences; return also the scores of
         answers in sequences."""
         sequence = self.corpus.sequence
         if not sequence:
-            return self.score(model, part, runtime, pairs=pairs), {}
+            return self.score(model, part, pairs=pairs), {}
         sample = sample_sequences(part, sequence=sequence, n_bytes=pairs)
-        score = self.score(model, sample, runtime)
+        score = self.score(model, sample)
         return score, score.answers(self.corpus.answer_masks(sample))
 
     def final(
-        self, model: LanguageModel, part: Tensor, runtime: Runtime, *, trained_bytes: int
+        self, model: LanguageModel, part: Tensor, *, trained_bytes: int
     ) -> tuple[Score, dict]:
         """Score a part, also in windows, and check causality in the scores."""
         plan = self.plan
         corpus = self.corpus
         stream_cuts, window_cuts = self._cuts(len(part), trained_bytes=trained_bytes)
-        score = self.score(model, part, runtime, future_seed=plan.seed, cuts=stream_cuts)
+        score = self.score(model, part, future_seed=plan.seed, cuts=stream_cuts)
         scores = [score]
         keys = {}
         if plan.eval.windows and not corpus.sequence:
             check = {"future_seed": plan.seed, "cuts": window_cuts}
-            scores.append(score_windows(model, part, runtime=runtime, **check))
+            scores.append(score_windows(model, part, runtime=self.runtime, **check))
             keys["windows_bits_per_byte"] = scores[-1].bits_per_byte
         floor = corpus.floor_bits(part)
-        precision = runtime.precision
+        precision = self.runtime.precision
         future, causal = check_causality(model, scores, floor=floor, precision=precision)
         keys |= score.answers(corpus.answer_masks(part)) | future.row()
         if repeats := score.bits_by_label(corpus.repeat_masks(part)):
@@ -120,12 +118,7 @@ class CausalLM(Objective):
         window_cuts = round(cuts * window_share)
         return cuts - window_cuts, window_cuts
 
-    def explain(self, row: dict) -> str:
-        """Return which predictions later bytes changed."""
-        return not_causal(row)
-
-    def baselines(self, part: Tensor, *, trained_bytes: int) -> dict[str, dict[str, float]]:
+    def baselines(self, part: Tensor, *, trained_bytes: int) -> dict[str, float]:
         """Return bits per byte of a part under compressors, and by counts of as many bytes as the
         model read."""
-        train = self.corpus.splits["train"][:trained_bytes]
-        return {"compressors": compressed_bits(part, train=train)}
+        return compressed_bits(part, train=self.corpus.splits["train"][:trained_bytes])

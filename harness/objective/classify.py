@@ -5,27 +5,26 @@ import math
 import torch
 from torch import Tensor
 
-from harness.data.bag_of_bytes import baselines
+from harness.data.bag_of_bytes import baseline_accuracy
 from harness.data.corpora import Corpus
 from harness.data.texts import TextBatches, Texts, scored_texts
 from harness.device.runtime import Runtime
 from harness.model import LanguageModel
 from harness.objective.objective import Objective
-from harness.objective.scoring import MISREAD, NoCheck, ReadCheck, Replaced, Score, score_batches
+from harness.objective.scoring import Replaced, Score, score_reads
 from harness.plan.build import Plan
 
 LABEL = "label"
-"""The one key of ``answer_accuracy``."""
+"""The key of ``answer_accuracy`` that the model has; the others are its interval and baselines."""
 Z = 1.959963984540054  # of a normal distribution, 97.5%
 
 
 class Classify(Objective):
     unit = "bits/label"
     scored = "texts"
-    failed = MISREAD
 
-    def __init__(self, plan: Plan, corpus: Corpus):
-        super().__init__(plan, corpus)
+    def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
+        super().__init__(plan, corpus, runtime)
         b = plan.batch
         self.texts = {name: texts.cut(b.segment) for name, texts in corpus.texts.items()}
         train = self.texts["train"]
@@ -41,73 +40,49 @@ class Classify(Objective):
         end = len(self.corpus.splits["valid"])
         return self.texts["valid"].between(end - len(super().selection_part()), end)
 
-    def score(self, model: LanguageModel, texts: Texts, runtime: Runtime, **check) -> Score:
+    def score(self, model: LanguageModel, texts: Texts, **check) -> Score:
         """Score texts, of which each has one prediction."""
-        e = self.plan.eval
-        segment = self.plan.batch.segment
-        batches = scored_texts(
-            texts,
-            longest=segment,
-            batch=max(1, e.streams * e.segment // segment),
-            shard=runtime.processes.shard,
-        )
-        check = check or {"check": NoCheck()}
-        return score_batches(model, batches, runtime, carry=False, stats_from=0, **check)
+        layout = {"batch": self.scored_rows, "shard": self.runtime.processes.shard}
+        batches = scored_texts(texts, longest=self.scored_segment, **layout)
+        return score_reads(model, batches, self.runtime, **check)
 
-    def score_sample(
-        self, model: LanguageModel, part: Texts, runtime: Runtime, *, pairs: int
-    ) -> tuple[Score, dict]:
-        """Score texts of about ``pairs`` bytes, spread over the part, and return their accuracy."""
+    def score_sample(self, model: LanguageModel, part: Texts, *, pairs: int) -> tuple[Score, dict]:
+        """Score texts, spread over the part."""
         n_sampled = max(1, min(part.number, pairs * part.number // len(part)))
         sample = part.select(torch.arange(n_sampled) * part.number // n_sampled)
-        score = self.score(model, sample, runtime)
+        score = self.score(model, sample)
         return score, {"answer_accuracy": {LABEL: score.correct.double().mean().item()}}
 
-    def final(
-        self, model: LanguageModel, part: Texts, runtime: Runtime, *, trained_bytes: int
-    ) -> tuple[Score, dict]:
-        """Score a part. Padding must not matter, and bytes of a text must."""
-        check = ReadCheck(self.replace, model, runtime)
-        score = self.score(model, part, runtime, check=check)
-        n_correct = int(score.correct.sum())
-        keys = score.future._asdict() | {
-            "answer_accuracy": {LABEL: n_correct / len(score.correct)},
-            "accuracy_interval": wilson_interval(n_correct, len(score.correct)),
-        }
-        if not score.future.passed:
-            keys["check"] = self.failed
-        return score, keys
+    def final(self, model: LanguageModel, part: Texts, *, trained_bytes: int) -> tuple[Score, dict]:
+        """Score a part. Padding must not matter, and bytes of a text must. Returns also the
+        accuracy with its interval, and that of baselines, fitted to all of train."""
+        score = self.score(model, part, replace=self.replace)
+        accuracy = wilson_interval(score.correct) | baseline_accuracy(
+            self.texts["train"], part, classes=len(self.corpus.classes)
+        )
+        return score, score.future.row() | {"answer_accuracy": accuracy}
 
     def replace(
         self, inputs: Tensor, targets: Tensor, mask: Tensor, lengths: Tensor
     ) -> tuple[Replaced, ...]:
         """Return the inputs ``[B, T]`` of texts with other bytes as padding; and those with another
         byte at the end of each text."""
+        distance = torch.arange(inputs.shape[1]) - lengths[:, None]
         others = (inputs + 128) % 256
-        columns = torch.arange(inputs.shape[1])
-        padding = torch.where(columns >= lengths[:, None], others, inputs)
-        last = torch.where(columns == lengths[:, None] - 1, others, inputs)
+        padding, last = (
+            torch.where(places, others, inputs) for places in (distance >= 0, distance == -1)
+        )
         return (padding, mask), (last, mask)
 
-    def explain(self, row: dict) -> str:
-        """Return what the model read."""
-        return (
-            f"other padding changes {row['hidden_changed']:,} predictions (must be 0), and other "
-            f"last bytes of texts change {row['visible_changed']:,} (must be more)"
-        )
-
-    def baselines(self, part: Texts, *, trained_bytes: int) -> dict[str, dict[str, float]]:
-        """Return bits per label, and the accuracy, of the most frequent class and of logistic
-        regression on the bytes, both fitted to all of train."""
-        found = baselines(self.texts["train"], part, classes=len(self.corpus.classes))
-        bits = {name: bits for name, (bits, _) in found.items()}
-        accuracy = {name: accuracy for name, (_, accuracy) in found.items()}
-        return {"compressors": bits, "baseline_accuracy": accuracy}
+    def baselines(self, part: Texts, *, trained_bytes: int) -> dict[str, float]:
+        """Return none in bits."""
+        return {}
 
 
-def wilson_interval(n_correct: int, n: int) -> list[float]:
-    """Return the 95% interval of a share (Wilson, 1927)."""
-    share = n_correct / n
+def wilson_interval(correct: Tensor) -> dict[str, float]:
+    """Return the share of true entries of ``correct [n]``, and its 95% interval (Wilson, 1927)."""
+    n = len(correct)
+    share = correct.double().mean().item()
     centre = (share + Z**2 / (2 * n)) / (1 + Z**2 / n)
     half = Z / (1 + Z**2 / n) * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
-    return [max(0.0, centre - half), min(1.0, centre + half)]
+    return {LABEL: share, "lower": centre - half, "upper": centre + half}

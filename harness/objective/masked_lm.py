@@ -15,17 +15,16 @@ from harness.data.neighbour_counts import neighbour_bits
 from harness.device.runtime import Runtime
 from harness.model import LanguageModel
 from harness.objective.objective import Objective
-from harness.objective.scoring import MISREAD, NoCheck, ReadCheck, Replaced, Score, score_batches
+from harness.objective.scoring import Replaced, Score, score_reads
 from harness.plan.build import Plan
 
 
 class MaskedLM(Objective):
     unit = "bits/masked byte"
     scored = "masked bytes"
-    failed = MISREAD
 
-    def __init__(self, plan: Plan, corpus: Corpus):
-        super().__init__(plan, corpus)
+    def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
+        super().__init__(plan, corpus, runtime)
         b = plan.batch
         allowed = "allowed with objective=masked_lm"
         if corpus.sequence or corpus.generated.floor_bits:
@@ -45,60 +44,40 @@ class MaskedLM(Objective):
                 "scored, or that select weights"
             )
 
-    def score(self, model: LanguageModel, windows: Tensor, runtime: Runtime, **check) -> Score:
+    def score(self, model: LanguageModel, windows: Tensor, **check) -> Score:
         """Score ``windows [N, T]``."""
-        e = self.plan.eval
-        batches = scored_windows(
-            windows,
-            batch=max(1, e.streams * e.segment // self.plan.batch.segment),
-            shard=runtime.processes.shard,
-            **self.options,
-        )
-        check = check or {"check": NoCheck()}
-        return score_batches(model, batches, runtime, carry=False, stats_from=0, **check)
+        layout = {"batch": self.scored_rows, "shard": self.runtime.processes.shard}
+        batches = scored_windows(windows, **layout, **self.options)
+        return score_reads(model, batches, self.runtime, **check)
 
-    def score_sample(
-        self, model: LanguageModel, part: Tensor, runtime: Runtime, *, pairs: int
-    ) -> tuple[Score, dict]:
-        """Score whole windows of about ``pairs`` bytes, spread over the part."""
-        windows = whole_windows(part, window=self.plan.batch.segment, n_bytes=pairs)
-        return self.score(model, windows, runtime), {}
+    def score_sample(self, model: LanguageModel, part: Tensor, *, pairs: int) -> tuple[Score, dict]:
+        """Score whole windows, spread over the part."""
+        windows = whole_windows(part, window=self.scored_segment, n_bytes=pairs)
+        return self.score(model, windows), {}
 
     def final(
-        self, model: LanguageModel, part: Tensor, runtime: Runtime, *, trained_bytes: int
+        self, model: LanguageModel, part: Tensor, *, trained_bytes: int
     ) -> tuple[Score, dict]:
         """Score a part. Its hidden bytes must not matter, and later visible ones must."""
-        windows = whole_windows(part, window=self.plan.batch.segment)
-        check = ReadCheck(self.replace, model, runtime)
-        score = self.score(model, windows, runtime, check=check)
-        keys = score.future._asdict()
-        if not score.future.passed:
-            keys["check"] = self.failed
-        return score, keys
+        windows = whole_windows(part, window=self.scored_segment)
+        score = self.score(model, windows, replace=self.replace)
+        return score, score.future.row()
 
     def replace(self, inputs: Tensor, tokens: Tensor, selected: Tensor) -> tuple[Replaced, ...]:
         """Return the inputs ``[B, T]`` of windows with other hidden bytes; and those with other
         visible bytes in the second half, for predictions of the first."""
-        vocabulary = self.options["vocabulary"]
+        vocabulary = self.corpus.vocabulary
         others = (tokens + vocabulary // 2) % vocabulary
         hidden = hide(torch.where(selected, others, tokens), selected, vocabulary=vocabulary)
         later = (torch.arange(inputs.shape[1]) >= inputs.shape[1] // 2).expand_as(selected)
         visible = torch.where(later & (inputs < vocabulary), others, inputs)
         return (hidden.int(), selected), (visible.int(), selected & ~later)
 
-    def explain(self, row: dict) -> str:
-        """Return what the model read."""
-        return (
-            f"other hidden bytes change {row['hidden_changed']:,} predictions (must be 0), and "
-            f"other later bytes change {row['visible_changed']:,} (must be more)"
-        )
-
-    def baselines(self, part: Tensor, *, trained_bytes: int) -> dict[str, dict[str, float]]:
+    def baselines(self, part: Tensor, *, trained_bytes: int) -> dict[str, float]:
         """Return bits per masked byte of a part by counts of visible neighbours, of as many bytes
         as the model read."""
-        windows = whole_windows(part, window=self.plan.batch.segment)
-        rate = self.options["rate"]
-        selected = select_scored(torch.arange(len(windows)), width=windows.shape[1], rate=rate)
+        windows = whole_windows(part, window=self.scored_segment)
+        rows = torch.arange(len(windows))
+        selected = select_scored(rows, width=self.scored_segment, rate=self.options["rate"])
         train = self.corpus.splits["train"][:trained_bytes]
-        vocabulary = self.options["vocabulary"]
-        return {"compressors": neighbour_bits(train, windows, selected, vocabulary=vocabulary)}
+        return neighbour_bits(train, windows, selected, vocabulary=self.corpus.vocabulary)

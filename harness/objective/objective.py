@@ -8,8 +8,7 @@ from harness.data.sequences import Sequences
 from harness.data.streams import Streams
 from harness.data.texts import TextBatches, Texts
 from harness.device.runtime import Runtime
-from harness.model import LanguageModel
-from harness.objective.scoring import Score
+from harness.objective.scoring import MISREAD, misread
 from harness.plan.build import Plan
 
 Part = Tensor | Texts
@@ -17,21 +16,30 @@ Part = Tensor | Texts
 
 
 class Objective:
-    """What a run is trained for, made once from its plan and corpus. ``unit`` is that of its
-    scores, ``scored`` what they are means of. ``batches`` are those of training. ``failed`` is the
-    value of ``check`` in the row of a final score whose check fails. ValueError if the corpus is
-    too short."""
+    """What a run is trained for, made once from its plan, corpus and device. ``unit`` is that of
+    its scores, ``scored`` what they are means of. ``batches`` are those of training. ``failed`` is
+    the value of ``check`` in the row of a final score whose check fails, and ``explain(row)`` what
+    shows it. ValueError if the corpus is too short.
+
+    Each objective has the methods ``score_sample(model, part, pairs=..)``, of about so many bytes,
+    and ``final(model, part, trained_bytes=..)``, with the check. They return the score of a part
+    and further keys of its row. ``baselines(part, trained_bytes=..)`` returns bits per prediction
+    by compressors, or by counts of so many bytes of train."""
 
     unit: str
     scored: str
-    failed: str
+    failed = MISREAD
+    explain = staticmethod(misread)
     batches: Streams | Sequences | MaskedWindows | TextBatches
 
-    def __init__(self, plan: Plan, corpus: Corpus):
+    def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
         self.plan = plan
+        self.runtime = runtime
         self.corpus = corpus
         self.train_bytes = len(corpus.splits["train"])  # of an epoch
-        self.scored_segment = plan.batch.segment  # bytes of a row in a forward pass
+        # bytes of a row in a forward pass of scores, and number of rows
+        self.scored_segment = plan.batch.segment
+        self.scored_rows = max(1, plan.eval.streams * plan.eval.segment // plan.batch.segment)
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -49,25 +57,3 @@ class Objective:
     def selection_part(self) -> Part:
         """Return the part of valid that selects the best weights."""
         return self.corpus.selection_part(self.plan.eval.selection_bytes)
-
-    def score_sample(
-        self, model: LanguageModel, part: Part, runtime: Runtime, *, pairs: int
-    ) -> tuple[Score, dict]:
-        """Score a sample of ``pairs`` bytes of a part. Returns also further keys of the row."""
-        raise NotImplementedError
-
-    def final(
-        self, model: LanguageModel, part: Part, runtime: Runtime, *, trained_bytes: int
-    ) -> tuple[Score, dict]:
-        """Score a part and check the score. Returns also further keys of the row; ``check`` is
-        ``failed`` if the check fails."""
-        raise NotImplementedError
-
-    def explain(self, row: dict) -> str:
-        """Return what shows that the check of a final row failed."""
-        raise NotImplementedError
-
-    def baselines(self, part: Part, *, trained_bytes: int) -> dict[str, dict[str, float]]:
-        """Return keys of a summary for a part: bits per prediction by ``compressors``, or counts of
-        ``trained_bytes`` bytes of train; and their ``baseline_accuracy``, if there is one."""
-        raise NotImplementedError

@@ -109,9 +109,16 @@ class Reads(NamedTuple):
     def __add__(self, other: "Reads") -> "Reads":
         return Reads(*map(sum, zip(self, other, strict=True)))
 
-    @property
-    def passed(self) -> bool:
-        return self.hidden_changed == 0 < self.visible_changed
+    def row(self) -> dict:
+        """Return the keys of a row, ``check`` if it has failed."""
+        failed = {} if self.hidden_changed == 0 < self.visible_changed else {"check": MISREAD}
+        return self._asdict() | failed
+
+
+def misread(row: dict) -> str:
+    """Return what shows that a model reads what it must not, or not what it must."""
+    hidden = f"other hidden bytes or padding change {row['hidden_changed']:,} predictions"
+    return f"{hidden} (must be 0), other visible bytes {row['visible_changed']:,} (must be more)"
 
 
 class Score(NamedTuple):
@@ -197,9 +204,7 @@ def score_stream(
         runtime=runtime,
         first=first,
     )
-    return score_batches(
-        model, batches, runtime, stats_from=first if collect_stats else None, check=check
-    )
+    return _score(model, batches, runtime, stats_from=first if collect_stats else None, check=check)
 
 
 def score_windows(
@@ -251,7 +256,15 @@ def _score_rows(
     check = CausalityCheck(
         future_seed, batches, rows=rows, vocabulary=vocabulary, cuts=cuts, runtime=runtime
     )
-    return score_batches(model, batches, runtime, carry=False, check=check, **options)
+    return _score(model, batches, runtime, carry=False, check=check, **options)
+
+
+def score_reads(
+    model: LanguageModel, batches: Batches, runtime: Runtime, **options: Callable
+) -> Score:
+    """Return the score of batches of rows for a ``ReadCheck`` with these ``options``."""
+    check = ReadCheck(model, runtime, **options)
+    return _score(model, batches, runtime, carry=False, check=check, stats_from=0)
 
 
 def score_context(
@@ -287,7 +300,7 @@ def score_context(
     return curve
 
 
-def score_batches(
+def _score(
     model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, **options
 ) -> Score:
     """Return the score of all processes' streams or windows, in order. ``options`` are those of
@@ -399,9 +412,16 @@ class ReadCheck:
 
     Args:
         replace: returns, from a segment, inputs with other bytes at places that must not matter,
-            and a mask of the predictions to compare; and the same for places that must."""
+            and a mask of the predictions to compare; and the same for places that must. None
+            checks nothing."""
 
-    def __init__(self, replace: Callable[..., tuple[Replaced, Replaced]], model, runtime: Runtime):
+    def __init__(
+        self,
+        model: LanguageModel,
+        runtime: Runtime,
+        *,
+        replace: Callable[..., tuple[Replaced, ...]] | None = None,
+    ):
         rounding = any("rounding" in sublayer.limits for _, sublayer in model.sublayers())
         is_exact = runtime.device.type == "cpu" and torch.are_deterministic_algorithms_enabled()
         self.tolerance = MAX_NOISE_NATS[runtime.precision]
@@ -412,7 +432,7 @@ class ReadCheck:
 
     def compare(self, batch: int, segment: Segment, nats: Tensor, predict: Callable) -> None:
         """Compare ``nats`` of a batch with those that ``predict`` returns for replaced bytes."""
-        if batch % EVERY:
+        if self.replace is None or batch % EVERY:
             return
         changed = []
         for inputs, mask in self.replace(*segment):
@@ -423,17 +443,6 @@ class ReadCheck:
     def result(self) -> Reads:
         """Return what was found in this process's batches."""
         return self.found
-
-
-class NoCheck:
-    """Finds nothing, as in the score of a sample."""
-
-    def compare(self, *_: object) -> None:
-        pass
-
-    def result(self) -> Reads:
-        """Return that nothing changed."""
-        return Reads()
 
 
 @torch.no_grad()

@@ -18,8 +18,6 @@ COMPRESSORS = {
     "left": "counts, left neighbour",
     "right": "counts, right neighbour",
     "both": "counts, both neighbours",
-    "most frequent": "most frequent class",
-    "bag of bytes": "bytes, regression",
 }
 """Labels by key of ``compressors`` in a summary."""
 UNITS = {"masked_lm": "bits per masked byte", "classify": "bits per label"}
@@ -76,7 +74,10 @@ def _score_rows(summary: dict, splits: list[str]) -> list[tuple[str, list[float 
         (label, [summary.get(f"{split}_{key}") for split in splits])
         for label, key in scores.items()
     ]
-    for name, key in {"answers": "bits_per_copy", "repeats": "bits_per_repeat"}.items():
+    parts = {"answers": "bits_per_copy", "repeats": "bits_per_repeat"}
+    if summary["protocol"].get("objective") == "classify":
+        parts["accuracy"] = "answer_accuracy"
+    for name, key in parts.items():
         by_split = [summary.get(f"{split}_{key}") or {} for split in splits]
         rows += [
             (f"{name}, {label}", [bits.get(label) for bits in by_split]) for label in by_split[0]
@@ -90,24 +91,6 @@ def _score_rows(summary: dict, splits: list[str]) -> list[tuple[str, list[float 
         for key, label in COMPRESSORS.items()
         if any(key in bits for bits in by_split)
     ]
-    return rows + _accuracy_rows(summary, splits)
-
-
-def _accuracy_rows(summary: dict, splits: list[str]) -> list[tuple[str, list[float | None]]]:
-    """Return label and share of right labels on each split, with the ends of its interval, of the
-    run and of baselines; none without labels."""
-    intervals = [summary.get(f"{split}_accuracy_interval") for split in splits]
-    if not all(intervals):
-        return []
-    accuracies = [summary[f"{split}_answer_accuracy"]["label"] for split in splits]
-    rows = [("accuracy", accuracies)]
-    rows += [
-        (f"  {end} end, 95%", [interval[index] for interval in intervals])
-        for index, end in enumerate(("lower", "upper"))
-    ]
-    by_split = [summary["baseline_accuracy"].get(split) or {} for split in splits]
-    for key in by_split[0]:
-        rows.append((f"  {COMPRESSORS[key]}", [shares.get(key) for shares in by_split]))
     return rows
 
 

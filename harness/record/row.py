@@ -275,7 +275,7 @@ class Score(Progress):
     capped_bytes: Count  # number of scored bytes, or labels
     metrics: Metrics
     bits_per_copy: Scores  # bits of an answer, by its label
-    # share of answers that are the likeliest byte; of classify, of right labels
+    # share of answers that are the likeliest byte; of classify, of labels, by whom (95% interval)
     answer_accuracy: Scores
 
 
@@ -289,7 +289,6 @@ class Final(Progress):
     windows_bits_per_byte: Count  # in windows of 1024 bytes, without carried state
     bits_per_copy: Scores
     answer_accuracy: Scores
-    accuracy_interval: list[Count]  # of 95%, of classify's accuracy
     bits_per_repeat: Scores  # of bytes that repeat earlier ones, by distance
     floor_bits_per_byte: Count  # the lowest expected score on generated data
     capped_bytes: Count  # number of scored bytes, if not all
@@ -310,23 +309,19 @@ class Scored:
 
     best_bytes_seen: Count  # at the selected weights
     spans: Spans  # of the selected weights
-    # bits per byte by split and compressor; per masked byte or label by counts or regression
-    compressors: dict[str, Scores]
-    baseline_accuracy: dict[str, Scores]  # share of right labels by split and baseline
+    compressors: dict[str, Scores]  # bits per byte by split and compressor, or per masked byte
     capped: Counts  # number of scored bytes by split, if not all
     test_bits_per_byte: Count
     valid_bits_per_byte: Count
     valid_windows_bits_per_byte: Count
     valid_bits_per_copy: Scores
     valid_answer_accuracy: Scores
-    valid_accuracy_interval: list[Count]
     valid_bits_per_repeat: Scores
     valid_floor_bits_per_byte: Count
     valid_metrics: Metrics
     test_windows_bits_per_byte: Count
     test_bits_per_copy: Scores
     test_answer_accuracy: Scores
-    test_accuracy_interval: list[Count]
     test_bits_per_repeat: Scores
     test_floor_bits_per_byte: Count
     test_metrics: Metrics

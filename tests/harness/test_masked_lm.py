@@ -144,7 +144,7 @@ def test_a_score_that_read_hidden_bytes_or_no_later_ones_is_marked(broken, monke
         monkeypatch.setattr("harness.data.masked.hide", hides)
         monkeypatch.setattr(masked_lm, "hide", hides)
     _, summary = whole_run(*MASKED, word, "eval.bytes=4000", "check=false", "data.bytes=80000")
-    marked = "final valid: MISREAD: other hidden bytes change" in capsys.readouterr().out
+    marked = "final valid: MISREAD: other hidden bytes or padding change" in capsys.readouterr().out
     expected = {"nothing": "unchecked"}.get(broken, "misread")
     assert summary["check"] in (expected, "shipped") and marked == (expected == "misread")
 

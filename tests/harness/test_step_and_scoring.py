@@ -355,5 +355,5 @@ def test_a_trained_model_stays_above_the_floor_of_recall_and_below_it_a_score_is
     above = trainer.corpus.generated._replace(
         floor_bits=lambda part, **_: row.bits_per_byte + 41 / (len(part) - 1)
     )
-    trainer.corpus = replace(trainer.corpus, generated=above)
+    trainer.objective.corpus = replace(trainer.corpus, generated=above)
     assert final_score(trainer, "test").check == "not causal"
