@@ -172,6 +172,7 @@ def open_run(cfg: DictConfig) -> tuple[TrainedRun, dict, dict]:
     """Return the run in the folder ``cfg.run``, keyword arguments for ``code_streams``, and the
     values of ``CONDITIONS``."""
     run = open_trained(cfg.run, key="run", runtime=cfg.runtime, trust=cfg.trust)
+    run.require_causal()
     plan = run.plan
     symbols = run.symbols()
     if not plan.runtime.deterministic:

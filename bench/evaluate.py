@@ -20,7 +20,8 @@ from harness.compose.cli import run_command, with_config
 def main(cfg: DictConfig) -> None:
     from bench.progress import Progress
     from harness import source
-    from harness.loop.scoring import (
+    from harness.loop.trainer import backend_of
+    from harness.objective.scoring import (
         CUTS,
         NOT_CAUSAL,
         WINDOW_CUTS_SHARE,
@@ -29,7 +30,6 @@ def main(cfg: DictConfig) -> None:
         score_stream,
         score_windows,
     )
-    from harness.loop.trainer import backend_of
     from harness.plan.build import streamed_context
     from harness.plan.settings import parse_setting
     from harness.record.folder import refuse_links
@@ -39,6 +39,7 @@ def main(cfg: DictConfig) -> None:
     from harness.trained import open_trained
 
     run = open_trained(cfg.run, key="run", runtime=cfg.runtime, trust=cfg.trust)
+    run.require_causal()
     folder = run.folder
     plan = run.plan
     provenance = run.provenance
@@ -109,7 +110,7 @@ def main(cfg: DictConfig) -> None:
 
 def print_row(row: dict, folder: Path) -> None:
     """Print a row of ``evaluations.jsonl``, and draw its ``context_curve`` in the run folder."""
-    from harness.loop.scoring import NOT_CAUSAL, not_causal
+    from harness.objective.scoring import NOT_CAUSAL, not_causal
     from harness.record.closing_table import WINDOWS_LABEL
 
     p = row["protocol"]

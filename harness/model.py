@@ -34,7 +34,7 @@ code changes golden numbers on purpose."""
 class ModelOut(NamedTuple):
     """The model's output for one segment."""
 
-    logits: Tensor  # [B, T, V], float32 or float64
+    logits: Tensor  # [B, T, V], or [B, V] of a pooled model, float32 or float64
     state: State  # input state of the next segment of the same streams
     loss: Tensor  # sum of the sublayers' auxiliary losses, scalar, nats per byte
     # statistics of each sublayer; empty unless ``collect_stats``
@@ -50,10 +50,8 @@ class Residual(nn.Module):
         self.norm = norm
         self.norm_after = norm_after
 
-    def forward(self, x: Tensor, state: State, start: Tensor, *, collect_stats: bool):
-        out = self.sublayer(
-            x if self.norm_after else self.norm(x), state, start, collect_stats=collect_stats
-        )
+    def forward(self, x: Tensor, state: State, start: Tensor, **keywords: object):
+        out = self.sublayer(x if self.norm_after else self.norm(x), state, start, **keywords)
         y = self.norm(x + out.y) if self.norm_after else x + out.y
         # Not out._replace(y=y): compiled by torch 2.11, it returns an empty tuple.
         return SublayerOutput(y, out.state, out.loss, out.stats)
@@ -105,23 +103,33 @@ class _FastRMSNorm(torch.autograd.Function):
 
 
 def _run_layer(
-    layer: nn.ModuleDict, x: Tensor, states: tuple[State, ...], start: Tensor, collect_stats: bool
+    layer: nn.ModuleDict,
+    x: Tensor,
+    states: tuple[State, ...],
+    start: Tensor,
+    collect_stats: bool,
+    valid: Tensor | None,
 ) -> tuple[Tensor, list[tuple]]:
     """Return the output of a layer for ``x``, and for each of its sublayers a tuple of state, loss
-    and statistics."""
+    and statistics. ``valid`` is for sublayers of both directions."""
     outputs = []
     for residual, state in zip(layer.values(), states, strict=True):
-        x, *rest = residual(x, state, start, collect_stats=collect_stats)
+        keywords = {"collect_stats": collect_stats}
+        honours = residual.sublayer.honours
+        if valid is not None and honours is not None and "both" in honours.direction:
+            keywords["valid"] = valid
+        x, *rest = residual(x, state, start, **keywords)
         outputs.append(tuple(rest))
     return x, outputs
 
 
 class LanguageModel(nn.Module):
-    """A causal model of bytes, which predicts a distribution over the next byte.
-    ``conf/model/tiny.yaml`` describes ``norm``, ``norm_after``, ``tied`` and ``head_bias``. With
-    ``checkpoint="layers"`` only the input of each layer is saved, and the layer is computed again
-    in the backward pass, with the same random numbers. With ``none`` all activations that the
-    backward pass needs are saved."""
+    """A model of bytes. It predicts a distribution over the next byte; with sublayers of both
+    directions, over the byte at each position; or, ``pooled``, over the classes of a text, from the
+    mean of its valid positions. ``conf/model/tiny.yaml`` describes ``norm``, ``norm_after``,
+    ``tied`` and ``head_bias``. With ``checkpoint="layers"`` only the input of each layer is saved,
+    and the layer is computed again in the backward pass, with the same random numbers. With
+    ``none`` all activations that the backward pass needs are saved."""
 
     def __init__(
         self,
@@ -129,7 +137,9 @@ class LanguageModel(nn.Module):
         layers: Layers,
         context: Callable[[int], LayerContext],  # returns the ``LayerContext`` of a layer's index
         *,
-        vocabulary: int,  # V, the number of token ids
+        vocabulary: int,  # V, the number of token ids or classes that are predicted
+        inputs: int | None = None,  # the number of token ids that are read; None for V
+        pooled: bool = False,
         norm: str = "rms",
         norm_after: bool = False,
         tied: bool = False,
@@ -144,11 +154,12 @@ class LanguageModel(nn.Module):
         super().__init__()
         norms = {"layer": nn.LayerNorm, "rms": RMSNorm}
         width = context(0).d_model
-        self.embedding = nn.Embedding(vocabulary, width)
+        self.embedding = nn.Embedding(inputs or vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.scale = embedding_scale
         self.dropout = embedding_dropout
         self.checkpoint = checkpoint
+        self.pooled = pooled
         # adds positions to the embedding, which has no heads
         self.position = context(0).position(d_head=0)
         self.layers = nn.ModuleList(nn.ModuleDict() for _ in layers)
@@ -159,6 +170,11 @@ class LanguageModel(nn.Module):
                 )
         self.norm = nn.Identity() if norm_after else norms[norm](width)
         self.head = nn.Linear(width, vocabulary, bias=head_bias)
+        if tied and self.head.weight.shape != self.embedding.weight.shape:
+            raise ValueError(
+                f"model.tied=true: the model reads {inputs} token ids and predicts {vocabulary}; "
+                "allowed is false"
+            )
         if tied:
             self.head.weight = self.embedding.weight
         elif head_zero_init:
@@ -175,10 +191,15 @@ class LanguageModel(nn.Module):
         return [residual for layer in self.layers for residual in layer.values()]
 
     def forward(
-        self, tokens: Tensor, state: State = None, *, collect_stats: bool = False
+        self,
+        tokens: Tensor,
+        state: State = None,
+        *,
+        valid: Tensor | None = None,
+        collect_stats: bool = False,
     ) -> ModelOut:
-        """Predict the byte after each of ``tokens`` (int64 ``[B, T]``); ``state`` is from the
-        previous segment."""
+        """Predict from ``tokens`` (int64 ``[B, T]``); ``state`` is from the previous segment, and
+        ``valid`` (int64 ``[B]``) is the number of tokens of each row, the others being padding."""
         start, states = state if state is not None else (tokens.new_zeros(tokens.shape[0]), None)
         # a new tensor in each pass: position.py caches rotations as an attribute of it
         start = start.view_as(start)
@@ -193,7 +214,7 @@ class LanguageModel(nn.Module):
                 layer_states = (None,) * len(layer)
             else:
                 layer_states = states[n_done : n_done + len(layer)]
-            inputs = (layer, x, layer_states, start, collect_stats)
+            inputs = (layer, x, layer_states, start, collect_stats, valid)
             if self.checkpoint == "layers" and torch.is_grad_enabled():
                 x, outputs = recomputation.checkpoint(_run_layer, *inputs, use_reentrant=False)
             else:
@@ -205,7 +226,10 @@ class LanguageModel(nn.Module):
                 loss = loss if sublayer_loss is None else loss + sublayer_loss
                 if sublayer_stats:
                     stats[f"layers.{i}.{name}"] = sublayer_stats
-        logits = self.head(self.norm(x))
+        x = self.norm(x)
+        if self.pooled:
+            x = mean_of_valid(x, valid)
+        logits = self.head(x)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return ModelOut(logits, (start + tokens.shape[1], tuple(new_states)), loss, stats)
 
@@ -254,14 +278,17 @@ class LanguageModel(nn.Module):
 
     def ideal_flops(self) -> int:
         """Return the ideal forward FLOPs per byte of all sublayers and the head, at their present
-        parameters, with a full past."""
-        return sum(s.ideal_flops() for _, s in self.sublayers()) + 2 * self.head.weight.numel()
+        parameters, with a full past. The head of a pooled model, used once for a text, counts
+        0."""
+        head = 0 if self.pooled else 2 * self.head.weight.numel()
+        return sum(s.ideal_flops() for _, s in self.sublayers()) + head
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """Return FLOPs per byte that a training step needs: those of ``Sublayer.needed_flops`` and
         of the head. A sublayer that does not state them is charged three times its ideal forward
         FLOPs. Norms, loss and embedding count 0."""
-        needed = [NeededFlops.of_products(2 * self.head.weight.numel())]
+        bytes_per_use = segment if self.pooled else 1
+        needed = [NeededFlops.of_products(2 * self.head.weight.numel() / bytes_per_use)]
         for _, sublayer in self.sublayers():
             stated = sublayer.needed_flops(segment, carried=carried)
             needed.append(
@@ -303,6 +330,15 @@ class LanguageModel(nn.Module):
         is_tied = self.head.weight is self.embedding.weight
         embedding = self.head.weight.numel() if is_tied else self.embedding.embedding_dim
         return in_sublayers + counts["norms"] + counts["head"] + embedding
+
+
+def mean_of_valid(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Return the mean ``[B, D]`` of the first ``valid [B]`` positions of ``x [B, T, D]``, or of
+    all."""
+    if valid is None:
+        return x.mean(dim=1)
+    is_valid = torch.arange(x.shape[1], device=x.device) < valid[:, None]
+    return (x * is_valid[..., None]).sum(dim=1) / valid[:, None].to(x.dtype)
 
 
 def unread_parameters(sublayer: Sublayer) -> int:

@@ -21,9 +21,9 @@ from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
 from harness.device.torch_settings import configure_torch
 from harness.loop.sampling import generate, token_ids
-from harness.loop.scoring import score_stream
 from harness.loop.state import load_weights
 from harness.model import LanguageModel
+from harness.objective.scoring import score_stream
 from harness.plan.build import Plan, literal, plan_run
 from harness.plan.settings import parse_setting
 from harness.record import checkpoint
@@ -81,10 +81,22 @@ class TrainedRun(NamedTuple):
     best: dict
     key: str
 
+    def require_causal(self) -> None:
+        """Raise ValueError for a run whose model does not predict the next byte."""
+        objective = self.plan.objective.name
+        if objective != "causal_lm":
+            raise ValueError(
+                f"{self.key}={self.folder}: was trained with objective={objective}; allowed are "
+                "runs of causal_lm, which predict the next byte"
+            )
+
     def model(self, *, span: int | None = None) -> LanguageModel:
         """Return the model with the best weights, on the CPU, at ``span`` or the run's; ValueError
         if weights do not fit."""
-        model = self.plan.make_model()
+        classes = None
+        if self.plan.objective.name == "classify":
+            classes = len(self.best["model"].get("head.weight", ()))
+        model = self.plan.make_model(classes=classes)
         load_weights(model, self.best["model"], source=self.key)
         if span is not None and span != self.plan.model.span:
             for _, sublayer in model.sublayers():
@@ -213,5 +225,6 @@ def load(path: str | Path, *, device: str = "cpu", trust: Sequence[str] = ()) ->
     executed. ``trust`` names further modules from which its mechanisms may be imported.
     ValueError if the folder has no readable run."""
     opened = open_trained(str(path), key="path", trust=list(trust))
+    opened.require_causal()
     about = opened.provenance | {"protocol": opened.plan.protocol()}
     return Model(network=opened.model().to(device).eval(), symbols=opened.symbols(), about=about)

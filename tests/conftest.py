@@ -61,7 +61,7 @@ def few_causality_checks() -> Iterator[None]:
     ``server_preload.py``. Admission reads windows of 256 bytes: 512 places in 1,024 take
     seconds."""
     from harness.check import admission
-    from harness.loop import scoring
+    from harness.objective import scoring
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(scoring, "MIN_CUTS", 6)

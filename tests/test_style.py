@@ -43,6 +43,10 @@ ALLOWED_IMPORTS = {
         for name in ("check", "count", "device", "model", "plan", "source", "cache")
     }
     | {"harness.failures", "variants.contract", "variants.conformance"},
+    "harness/objective": {
+        f"harness.{name}"
+        for name in ("objective", "data", "device.runtime", "model", "plan", "hashing")
+    },
     "harness/loop": {"harness", "variants.contract"},
     "harness/compose": {"harness"},
     "bench": {"bench", "harness", "variants.contract", "variants.conformance"},

@@ -1,5 +1,5 @@
-"""Multi-head causal attention over the last S positions, the base class of most attention
-mechanisms.
+"""Multi-head attention over the last S positions, or over those at distances below S on both sides
+(``objective.direction``), the base class of most attention mechanisms.
 
     q, k, v = W_q x, W_k x, W_v x;   s_tx = q_t . k_x / sqrt(K) + position term;
     y = W_o concat_h(softmax(s) v)
@@ -72,10 +72,11 @@ class Segment(NamedTuple):
     persistent: Persistent | None
     biases: tuple[Tensor, ...] = ()  # of keys and of queries, [B, H, T] each
     last_key: Tensor | None = None  # see ``MultiHead.shift_keys``
+    valid: Tensor | None = None  # number of bytes before padding, [B]
 
 
 class Attention(MultiHead, OnKernels):
-    """Causal multi-head attention over a window of the past.
+    """Multi-head attention over a window of the past, or of both sides.
 
     Args:
         context, kv_heads, and keywords ``heads``: see ``MultiHead``.
@@ -87,7 +88,11 @@ class Attention(MultiHead, OnKernels):
         position: factory of a ``Position`` of this sublayer alone; None for the run's."""
 
     honours = Honours(
-        position=frozenset(WAYS), cache={"kv", "hidden"}, attend_self={True, False}, span=True
+        position=frozenset(WAYS),
+        cache={"kv", "hidden"},
+        attend_self={True, False},
+        direction={"causal", "both"},
+        span=True,
     )
     traces_plain: bool = False
     """Whether a compiled graph includes the plain backend, because no window changes."""
@@ -126,6 +131,11 @@ class Attention(MultiHead, OnKernels):
         self.sink = nn.Parameter(torch.zeros(self.heads)) if sink else None
         self.key_bias = key_bias(context) if key_bias else None
         self.biases_keys = key_bias is not None
+        if self.biases_keys or self.spans_of_input:
+            self.honours = replace(self.honours, direction={"causal"})
+        if self.both:
+            ways = self.honours.position & {"rotate", "decay"}
+            self.honours = replace(self.honours, position=ways, attend_self={True})
 
     def forward(
         self,
@@ -134,10 +144,13 @@ class Attention(MultiHead, OnKernels):
         start: Tensor | None = None,
         *,
         collect_stats: bool = False,
+        valid: Tensor | None = None,
     ) -> SublayerOutput:
         """Project, attend to the visible keys, gate, and join the heads."""
         state, before = self.key_before(state, x)
         segment = self.project_qkv(x, start_of(x, start), before)
+        if valid is not None:
+            segment = replaced(segment, valid=valid)
         attend = self._attend_window if self.is_traced(x.device) else self._attend_window_uncompiled
         y, state, stats = attend(segment, state, collect_stats)
         if "gate" in self.maps:
@@ -178,16 +191,22 @@ class Attention(MultiHead, OnKernels):
         it."""
         backend = self.chosen_backend(segment.x.device)
         visible = self.span.visible_window(segment.z, self.shift)
+        options = {"persistent": segment.persistent}
+        if self.both:
+            visible = replaced(visible, both=True)
+            options["valid"] = segment.valid
         n_past = None
         if not torch.compiler.is_compiling():
             n_past = visible.past()
         keys = self._visible_keys(segment, state, backend, n_past)
-        y = self.attend(backend, segment.q, keys, visible, persistent=segment.persistent)
+        y = self.attend(backend, segment.q, keys, visible, **options)
         with torch.no_grad():
             stats = None
             if collect_stats:
-                stats = self._stats(backend, segment, keys, visible)
-            next_state = self._next_state(segment, state, keys, backend, n_past)
+                stats = self._stats(backend, segment, keys, visible, **options)
+            next_state = None
+            if not self.both:
+                next_state = self._next_state(segment, state, keys, backend, n_past)
         return y, next_state, stats
 
     _attend_window_uncompiled = torch.compiler.disable(_attend_window)
@@ -401,7 +420,7 @@ class Attention(MultiHead, OnKernels):
         return self._attend_window(segment, None, False)[0]
 
     def _stats(
-        self, backend: Backend, segment: Segment, keys: VisibleKeys, visible: Window
+        self, backend: Backend, segment: Segment, keys: VisibleKeys, visible: Window, **options
     ) -> Stats:
         stats = self.span.stats(segment.z)
         vectors = segment.persistent
@@ -409,9 +428,9 @@ class Attention(MultiHead, OnKernels):
             return head_stats(segment.q) | stats
         # With values of 1 on persistent vectors and 0 on the context, the output is the mass on
         # persistent vectors.
-        ones = replaced(vectors, v=torch.ones_like(vectors.v))
+        options["persistent"] = replaced(vectors, v=torch.ones_like(vectors.v))
         zeros = keys.each(lambda part: replaced(part, v=torch.zeros_like(part.v)))
-        mass = self.attend(backend, segment.q, zeros, visible, persistent=ones)
+        mass = self.attend(backend, segment.q, zeros, visible, **options)
         return head_stats(segment.q, persistent_mass=mass[..., 0]) | stats
 
     def metrics(self, stats: Stats) -> Metrics:
@@ -419,7 +438,10 @@ class Attention(MultiHead, OnKernels):
 
     def ideal_flops(self) -> int:
         """Count products of matrices only: projections, scores and weighted values."""
-        return round(self._forward_flops(sum(self.span.visible_keys) / self.heads))
+        keys = sum(self.span.visible_keys) / self.heads
+        if self.both:
+            keys = 2 * keys - 1
+        return round(self._forward_flops(keys))
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
         """Count products of matrices only, over exactly the visible pairs of a query and a key.
@@ -429,6 +451,8 @@ class Attention(MultiHead, OnKernels):
         inputs. Keys at the end of a ramp have weight 0 and do not count. After a span grows, the
         longer past is assumed to be in the state."""
         in_segment, past, keys, values = self._pairs(segment, carried)
+        if self.both:  # each query and each key of a pair, but once at equal positions
+            in_segment = 2 * in_segment - segment * self.heads
         needed = NeededFlops.of_products(
             self._forward_flops((in_segment + past) / segment / self.heads)
         )

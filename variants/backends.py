@@ -76,6 +76,8 @@ class Kernel(Backend):
 
     drops = False
     """Whether it drops attention weights."""
+    both_sides = False
+    """Whether it computes windows of both sides."""
 
     def obstacles(self, sublayer: "OnKernels", device: torch.device, dropout: float) -> list[str]:
         position = sublayer.position
@@ -83,6 +85,7 @@ class Kernel(Backend):
         reasons = {
             "spans that depend on the input": sublayer.spans_of_input,
             "a key bias": sublayer.biases_keys and self.adds_only_columns,
+            "objective.direction=both": sublayer.both and not self.both_sides,
             "a position scheme whose bias depends on the query": not (
                 position.constant_bias or has_vectors
             ),
@@ -125,11 +128,12 @@ class Fused(Operation):
     name = "fused"
     module = fused
     adds_only_columns = True
+    both_sides = True
 
     def attend(self, q: Tensor, keys: VisibleKeys, visible: Window, **options) -> Tensor:
         inputs = Inputs.from_call(q, keys.k, keys.v, visible, key_bias=keys.key_bias, **options)
-        if not keys.past and fused.is_full_causal(visible, inputs):
-            return fused.full_causal(inputs)
+        if not keys.past and fused.is_full(visible, inputs):
+            return fused.full(inputs, causal=not visible.both)
         return super().attend(q, keys, visible, **options)
 
 
@@ -175,6 +179,8 @@ class OnKernels(Sublayer):
     """Whether spans depend on the input."""
     biases_keys: bool = False
     """Whether keys have biases."""
+    both: bool = False
+    """Whether a query sees both of its sides."""
     runs_on: tuple[type[Backend], ...] = (Backend,)
     """Classes of the backends that compute the mechanism."""
 

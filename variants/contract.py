@@ -52,6 +52,8 @@ class LayerContext:
         layer, n_layers: this layer's index, counted from 0, and the number of layers.
         span: S, the number of positions that a query may see, including its own if ``attend_self``.
         attend_self: whether a position attends to itself; in 1905.07799 it does not.
+        direction: ``causal``, or ``both`` if a position also sees later bytes of its segment; then
+            no state is carried.
         cache: ``kv`` carries past keys and values, ``hidden`` carries past inputs and projects them
             again.
         dropout: dropout rate on attention weights and inside feed-forward blocks.
@@ -68,6 +70,7 @@ class LayerContext:
     heads: int
     span: int
     attend_self: bool = True
+    direction: str = "causal"
     cache: str = "kv"
     dropout: float = 0.0
     dropout_seed: int | None = None
@@ -147,12 +150,15 @@ class Honours:
             are always supported.
         cache: supported values of ``model.cache``: ``kv``, ``hidden``.
         attend_self: supported values of ``model.attend_self``.
+        direction: supported values of ``objective.direction``: ``causal``, ``both``. With ``both``,
+            ``forward`` also takes the keyword ``valid``.
         span: whether ``model.span`` bounds the visible past; None if the mechanism's keywords
             may bound it further."""
 
     position: Set[str] = frozenset()
     cache: Set[str] = frozenset({"kv"})
     attend_self: Set[bool] = frozenset({True})
+    direction: Set[str] = frozenset({"causal"})
     span: bool | None = False
 
 
@@ -194,7 +200,11 @@ class Sublayer(nn.Module):
             state: the state that the previous call returned for the same streams; None at their
                 beginning.
             start: position of ``x[:, 0]`` in its stream, int64 ``[B]``; None for zeros.
-            collect_stats: also return statistics."""
+            collect_stats: also return statistics.
+
+        In a model of both directions, sublayers whose ``honours`` have it get one more keyword,
+        ``valid``: int64 ``[B]``, the number of bytes of each row; those after them are padding,
+        which no other byte sees; None for no padding."""
         raise NotImplementedError
 
     def reach(self) -> int | None:

@@ -16,6 +16,7 @@ heads, so a pair's two maps decay at different rates. The default of 4 heads mak
 paper's models have 8 or more."""
 
 import math
+from dataclasses import replace
 from typing import Unpack
 
 import torch
@@ -38,6 +39,7 @@ class Differential(Attention):
     """Causal attention over the last S positions by differences of maps; keywords as in
     ``Attention``."""
 
+    honours = replace(Attention.honours, direction={"causal"})
     limits = frozenset({"ideal_flops"})  # each call computes the scores of a pair twice
 
     def __init__(self, context: LayerContext, **heads: Unpack[HeadKeywords]):

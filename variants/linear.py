@@ -19,6 +19,7 @@ Departures from the paper, and supported options:
   growing near 10^7 keys.
 """
 
+from dataclasses import replace
 from typing import Unpack
 
 import torch
@@ -36,7 +37,7 @@ from variants.contract import (
     check_choice,
     check_numbers,
 )
-from variants.kernels.carried_sums import normalize, without_autocast
+from variants.kernels.carried_sums import attend_all, normalize, without_autocast
 from variants.kernels.decayed_sums import attend
 from variants.multi_head import HeadKeywords, MultiHead
 
@@ -63,7 +64,7 @@ class CarriedSums(MultiHead):
             changes only the cost.
         heads: keywords of ``MultiHead``."""
 
-    honours = Honours(position={"decay"}, attend_self={True, False})
+    honours = Honours(position={"decay"}, attend_self={True, False}, direction={"causal", "both"})
     scaled = False
     features: int
     """F, features of a head."""
@@ -72,6 +73,8 @@ class CarriedSums(MultiHead):
         check_numbers(1, chunk=chunk)
         super().__init__(context, **heads)
         self.chunk = self.period = chunk
+        if self.both:
+            self.honours = replace(self.honours, position=frozenset(), attend_self={True})
 
     def forward(
         self,
@@ -80,10 +83,13 @@ class CarriedSums(MultiHead):
         start: Tensor | None = None,
         *,
         collect_stats: bool = False,
+        valid: Tensor | None = None,
     ) -> SublayerOutput:
         state, before = self.split_state(state)
         q, k, v = self.project(x, "query", "key", "value")
         k, last_key = self.shift_keys(k, before)
+        if self.both:
+            return SublayerOutput(self.join(self._means_of_all(q, k, v, valid).to(v.dtype)))
         y, state = self._means(x, q, k, v, state)
         return SublayerOutput(self.join(y.to(v.dtype)), self.join_state(state, last_key))
 
@@ -94,10 +100,24 @@ class CarriedSums(MultiHead):
         state."""
         raise NotImplementedError
 
+    def _means_of_all(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Return weighted means ``[B, H, T, K]`` of the values of both sides."""
+        dtype = torch.promote_types(v.dtype, torch.float32)
+        with without_autocast(v.device):
+            q, k, log_scale = self.features_of(q.to(dtype), k.to(dtype))
+            return attend_all(q, k, v.to(dtype), log_scale=log_scale, valid=valid)
+
+    def features_of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return features of queries and of keys, ``[B, H, T, F]``, and l of
+        ``kernels/carried_sums.py`` or None."""
+        raise NotImplementedError
+
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:
         q, k, v = self.project(x, "query", "key", "value")
         k, _ = self.shift_keys(k, None)
+        if self.both:
+            return Inspection(weights_of(lambda values: self._means_of_all(q, k, values), v))
         return Inspection(weights_of(lambda values: self._means(x, q, k, values, None)[0], v))
 
     def reach(self) -> None:
@@ -109,7 +129,7 @@ class CarriedSums(MultiHead):
         return super().ideal_flops() + 2 * self.heads * self.features * (2 * self.d_head + 1)
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Return all bytes have equal FLOPs; the backward pass has two products for each product of
+        """Return equal FLOPs for all bytes. The backward pass has two products for each product of
         the forward pass."""
         return NeededFlops.of_products(self.ideal_flops())
 
@@ -131,6 +151,9 @@ class LinearAttention(CarriedSums):
         self.map = FEATURE_MAPS[feature_map]
         self.features = self.d_head
 
+    def features_of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, None]:
+        return self.map(q), self.map(k), None
+
     def log_decay(self, x: Tensor) -> Tensor:
         """Return the log decay for ``decayed_sums.attend``, from inputs ``x [B, T, D]``; in this
         class from slopes."""
@@ -142,11 +165,10 @@ class LinearAttention(CarriedSums):
     def _means(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State
     ) -> tuple[Tensor, State]:
-        """Return the state is S and z, ``[B, H, F, K + 1]``."""
+        """Return means, and as the state S and z, ``[B, H, F, K + 1]``."""
         dtype = torch.promote_types(v.dtype, torch.float32)
         with without_autocast(v.device):
-            q = self.map(q.to(dtype))
-            k = self.map(k.to(dtype))
+            q, k, _ = self.features_of(q.to(dtype), k.to(dtype))
             decay = self.log_decay(x.to(dtype))
             v = F.pad(v.to(dtype), (0, 1), value=1.0)  # the column of ones sums the weights
             return normalize(

@@ -41,6 +41,7 @@ class LocalAttention(Attention):
         block: M, bytes of a block, from 1 (from 2 without ``attend_self``) to S; None for S / 4.
         heads: keywords of ``MultiHead``."""
 
+    honours = replace(Attention.honours, direction={"causal"})
     traces_plain = True
     keyword = "block"
     """Name of M in the configuration."""

@@ -7,6 +7,8 @@
 Each head sees w keys, few in the bottom layer and many in the top. ``dilated_heads`` heads see only
 every n-th key, counted from the nearest. They see fewer than w keys if n (w - 1) exceeds S - 1.
 
+With ``objective.direction=both``, windows of w keys reach to both sides (3.1: w / 2 on each side).
+
 Positions that are equal modulo n form a class. Within a class, a dilated window is a window of
 successive keys, which every backend can compute. Positions count from the segment's first byte, so
 that no phase is carried. Default windows, which grow from S/16 to S/2 in equal ratios, are not the
@@ -120,10 +122,16 @@ class Longformer(Attention):
         return self.present_reach()
 
     def attend(
-        self, backend: Backend, q: Tensor, keys: VisibleKeys, visible: Window, **options
+        self,
+        backend: Backend,
+        q: Tensor,
+        keys: VisibleKeys,
+        visible: Window,
+        valid: Tensor | None = None,
+        **options,
     ) -> Tensor:
-        """Return head outputs ``[B, H, T, K]``. ``visible`` is not used, because windows are
-        constant."""
+        """Return head outputs ``[B, H, T, K]``. Of ``visible`` only ``both`` is used, because
+        windows are constant."""
         vectors, bias = self.position.term(q, max(self.span.max_keys))
         outputs = []
         for (w, n), heads in self.span.groups:
@@ -136,8 +144,10 @@ class Longformer(Attention):
                 if bias is None
                 else bias.narrow(int(bias.dim() > 2), first, n_heads)[..., columns]
             )
+            if visible.both:
+                term["valid"] = valid
             q_and_keys = q[:, heads], keys.of_heads(first, n_heads)
-            group_window = Window((w,) * n_heads, self.shift)
+            group_window = Window((w,) * n_heads, self.shift, both=visible.both)
             outputs.append(self._attend_classes(backend, *q_and_keys, group_window, n, **term))
         if len(outputs) == 1:
             return outputs[0]
@@ -159,6 +169,10 @@ class Longformer(Attention):
         length = q.shape[2]
         outputs = []
         bias = term["bias"]
+        valid = None
+        if visible.both:  # hides the padding of classes, too
+            valid = term["valid"]
+            valid = torch.full(q.shape[:1], length, device=q.device) if valid is None else valid
 
         # padded so that classes have equal length; the padding is hidden
         def select(x: Tensor, r: int) -> Tensor:
@@ -174,8 +188,10 @@ class Longformer(Attention):
             class_keys = VisibleKeys(select(keys.k, c), select(keys.v, c), past)
             if bias is not None and bias.dim() > 2:
                 term["bias"] = select(bias, r)
+            if valid is not None:
+                term["valid"] = (valid - c + n - 1) // n
             # the nearest key of class 0 is in the previous row
-            window = Window(visible.max_keys, int(r < self.shift))
+            window = Window(visible.max_keys, int(r < self.shift), both=visible.both)
             outputs.append(super().attend(backend, select(q, r), class_keys, window, **term))
         return rearrange(outputs, "r B H m K -> B H (m r) K")[:, :, :length]
 

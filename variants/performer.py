@@ -68,17 +68,10 @@ class Performer(CarriedSums):
     def _means(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State
     ) -> tuple[Tensor, State]:
-        """Return the state is S and M of ``kernels/carried_sums.py``."""
+        """Return means, and as the state S and M of ``kernels/carried_sums.py``."""
         dtype = torch.promote_types(v.dtype, torch.float32)
         with without_autocast(v.device):
-            q = q.to(dtype)
-            k = k.to(dtype)
-            directions = self.directions.to(dtype) * self.d_head**-0.25
-            products = einsum(k, directions, "B H T K, H m K -> B H T m")
-            k, log_scale = relative_exponentials(
-                products - k.square().sum(-1, keepdim=True) / (2 * self.d_head**0.5)
-            )
-            q, _ = relative_exponentials(einsum(q, directions, "B H T K, H m K -> B H T m"))
+            q, k, log_scale = self.features_of(q.to(dtype), k.to(dtype))
             exponent = {"log_scale": log_scale, "slopes": self.position.slopes(dtype)}
             return attend(
                 q,
@@ -90,12 +83,21 @@ class Performer(CarriedSums):
                 chunk=self.chunk,
             )
 
+    def features_of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        directions = self.directions.to(q.dtype) * self.d_head**-0.25
+        products = einsum(k, directions, "B H T K, H m K -> B H T m")
+        k, log_scale = relative_exponentials(
+            products - k.square().sum(-1, keepdim=True) / (2 * self.d_head**0.5)
+        )
+        q, _ = relative_exponentials(einsum(q, directions, "B H T K, H m K -> B H T m"))
+        return q, k, log_scale
+
     def ideal_flops(self) -> int:
         """Count projections, sums, and W x' of a query and a key."""
         return super().ideal_flops() + 4 * self.heads * self.features * self.d_head
 
     def needed_flops(self, segment: int, *, carried: int) -> NeededFlops:
-        """Return all bytes have equal FLOPs; W has no gradient."""
+        """Return equal FLOPs for all bytes; W has no gradient."""
         return NeededFlops(
             self.ideal_flops(),
             2 * self.ideal_flops() - 4 * self.heads * self.features * self.d_head,

@@ -188,8 +188,9 @@ def budget_words(budget: dict | None) -> str:
 
 
 def protocol_words(rows: Sequence[dict]) -> str:
-    """Return how bits per byte of comparable rows were scored, as text."""
+    """Return how bits of comparable rows were scored, as text."""
     protocol = rows[-1]["protocol"]
+    objective = protocol.get("objective")
     spans, contexts = (
         sorted({row["protocol"][key] for row in rows}) for key in ("span", "context")
     )
@@ -202,11 +203,21 @@ def protocol_words(rows: Sequence[dict]) -> str:
     if n_bytes:
         selection = f"the last {n_bytes:,} bytes of valid (at most half)"
     context = " to ".join(f"{n:,}" for n in dict.fromkeys((contexts[0], contexts[-1])))
+    if objective:
+        what = {
+            "masked_lm": f"Bits per masked byte, {protocol.get('rate') or 0:.0%} of each window of "
+            f"{protocol['segment']} bytes",
+            "classify": f"Bits per label of texts of at most {protocol['segment']} bytes",
+        }
+        return (
+            f"{what.get(objective, objective)}; in {scored}, except {selection}, which select the "
+            f"weights; positions see {protocol.get('direction')}, span {span}"
+        )
     order = ""
     if "order" in protocol:
         order = f"; windows of training in the order {protocol['order']}"
     return (
-        f"{scored} is scored once, except {selection}, which select the weights; "
+        f"Bits per byte: {scored} is scored once, except {selection}, which select the weights; "
         f"{pluralize(protocol['streams'], 'stream')} with carried state, each after {context} "
         f"unscored bytes, segment {protocol['segment']}, span {span}, vocabulary "
         f"{protocol['vocabulary']}, newlines "

@@ -125,7 +125,7 @@ def _about(runs: pd.DataFrame, rows: Sequence[dict]) -> list[str]:
         uncontrolled.append("shares of the optimizers")
     lines = [
         f"Data: {compare.data_words(rows[-1:])}.",
-        f"Bits per byte: {compare.protocol_words(rows)}.",
+        f"{compare.protocol_words(rows)}.",
         f"Held equal: data, protocol and budget ({compare.budget_words(rows[-1]['budget'])}).",
     ]
     if uncontrolled:

@@ -25,6 +25,7 @@ from variants.conformance import (
     BEFORE_TRAINING,
     Finding,
     Size,
+    both,
     check,
     run_check,
 )
@@ -33,7 +34,7 @@ from variants.conformance.fixture import spread_projected
 CONFORMANCE = source.ROOT / "variants" / "conformance"
 SHIPPED = CONFORMANCE / "shipped.json"
 LEAST_SEGMENT = 64  # bytes, if ``model.span`` is not smaller
-CHECKED_SECTIONS = ("variant", "model", "position", "batch", "eval")
+CHECKED_SECTIONS = ("variant", "model", "position", "objective", "batch", "eval")
 """Sections of the configuration on which the outcome of the checks depends."""
 
 
@@ -81,8 +82,11 @@ def findings(plan: Plan, *, text: torch.Tensor | None = None) -> Iterator[Findin
     small = shrink(contract_plan(plan, device_kind(plan.runtime)))
     sizes = {"span": small.model.span, "vocabulary": plan.data["vocabulary"]}
     streams = tuple({17, plan.batch.streams, plan.eval.streams})  # 17: the default of ``check``
-    yield from check(small.make_model, **sizes, checks=BEFORE_TRAINING, batch_sizes=streams)
-    yield compare_flops(small)
+    if plan.objective.direction == "both":
+        yield from check(small.make_model, **sizes, checks=both.CHECKS, batch_sizes=streams)
+    else:
+        yield from check(small.make_model, **sizes, checks=BEFORE_TRAINING, batch_sizes=streams)
+        yield compare_flops(small)
     yield from findings_at_sizes(plan, text=text)
 
 
@@ -111,6 +115,10 @@ def findings_at_sizes(plan: Plan, *, text: torch.Tensor | None = None) -> Iterat
     """Yield the outcome of promises that depend on sizes, in a narrow network at the plan's span
     and batch sizes."""
     checked = contract_plan(plan, device_kind(plan.runtime))
+    options = {"span": plan.model.span, "vocabulary": plan.data["vocabulary"]}
+    if plan.objective.direction == "both":
+        yield from check(reduce_width(checked).make_model, **options, checks=both.CHECKS)
+        return
     e = plan.eval
     b = plan.batch
     third = e.segment // 3
@@ -126,8 +134,6 @@ def findings_at_sizes(plan: Plan, *, text: torch.Tensor | None = None) -> Iterat
     ]
     if (b.streams, b.segment) != (e.streams, e.segment):
         sizes.append(Size("eval", b.streams, b.segment, True))
-    options = {"span": plan.model.span, "vocabulary": plan.data["vocabulary"], "text": text}
-    yield from check(
-        reduce_width(checked).make_model, **options, checks=AT_RUN_SIZES, sizes=tuple(sizes)
-    )
+    options |= {"text": text, "checks": AT_RUN_SIZES, "sizes": tuple(sizes)}
+    yield from check(reduce_width(checked).make_model, **options)
     yield compare_flops_at_sizes(checked, text=text)

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from harness.cache import user_path
 from harness.data import associative_recall
+from harness.data.labelled import read_labelled
+from harness.data.listops import listops
 from harness.data.recall import copies, recall_floor, recall_stream
 from harness.data.repeats import repeat_masks
 from harness.data.skills import SKILLS, GeneratedCorpus
 from harness.data.sources import PUBLISHED, digest, read_path, read_published, read_stdlib
+from harness.data.streams import permutation
 from harness.data.synthetic_text import synthetic_text
+from harness.data.texts import Texts
 
 SPLITS = ("train", "valid", "test")
 GENERATED = {
@@ -28,7 +32,8 @@ GENERATED = {
     "synthetic_text": GeneratedCorpus(synthetic_text),
     **SKILLS,
 }
-NAMES = (*PUBLISHED, "file", "stdlib", *GENERATED)
+LABELLED = ("listops", "labelled")
+NAMES = (*PUBLISHED, "file", "stdlib", *GENERATED, *LABELLED)
 ONLY_OF = {"distances": ("recall",), "sequence": ("associative_recall",)}
 """The corpora that have an option which not all generated corpora have."""
 
@@ -50,6 +55,8 @@ class Corpus:
     sequence: int | None = None  # T, if every T bytes are an independent sequence; all are targets
     # the name of the configured corpus, if this one was read instead of it
     fallback_for: str | None = None
+    texts: dict[str, Texts] | None = None  # of each split, if the corpus has labels
+    classes: tuple[str, ...] = ()  # and these labels
 
     def scored_part(
         self, split: str, *, selection_bytes: int | None, limit: int | None = None
@@ -135,12 +142,15 @@ def load(
     what is allowed."""
     if name not in NAMES:
         raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
-    if path is not None and name not in (*PUBLISHED, "file"):
+    if path is not None and name not in (*PUBLISHED, "file", "labelled"):
         raise ValueError(
-            f"data.path={path!r}: only allowed with data={', '.join(PUBLISHED)} or file, not {name}"
+            f"data.path={path!r}: only allowed with data={', '.join(PUBLISHED)}, file or labelled, "
+            f"not {name}"
         )
     if name == "file" and not path:
         raise ValueError(f"data.path={path!r}: data=file requires data.path=FILE, a file or folder")
+    if name == "labelled" and not path:
+        raise ValueError(f"data.path={path!r}: data=labelled requires data.path=FILE.csv or .jsonl")
     if fallback not in (None, "stdlib") or (fallback and name not in PUBLISHED):
         raise ValueError(
             f"data.fallback={fallback!r}: allowed are null, and stdlib with "
@@ -151,7 +161,7 @@ def load(
     options = {"bytes": bytes, "distances": distances, "sequence": sequence, "seed": seed}
     options = {key: option for key, option in options.items() if option is not None}
     for key, option in options.items():
-        supported = ONLY_OF.get(key, tuple(GENERATED))
+        supported = ONLY_OF.get(key, (*GENERATED, "listops"))
         if name not in supported:
             raise ValueError(f"data.{key}={option}: only allowed with data={', '.join(supported)}")
     if options.get("bytes", 2) < 2:
@@ -159,6 +169,11 @@ def load(
     if sequence is not None:
         lengths = {"bytes": bytes or 0, "first_bytes": first_bytes or 0}
         _check_sequence(sequence, vocabulary=vocabulary, lengths=lengths)
+    if name in LABELLED:
+        if (vocabulary, drop_newlines, first_bytes) != (256, False, None):
+            keys = "data.vocabulary=256, data.drop_newlines=false and data.first_bytes=null"
+            raise ValueError(f"data={name}: allowed are {keys}")
+        return _load_texts(name, path, options, split=split, sha256=sha256)
     configured_name = name
     content, name, error = _read(name, path, fallback, options)
     if first_bytes is not None:
@@ -183,8 +198,7 @@ def load(
             "set data.path=FILE; to get an error instead of this corpus, set data.fallback=null.",
             file=sys.stderr,
         )
-    if sha256 and sha256.lower() != content_sha256:
-        raise ValueError(f"data.sha256={sha256}: the SHA-256 of {name} is {content_sha256}")
+    _check_digest(name, content_sha256, expected=sha256)
     parts = _cut(content, split, sequence=sequence or 1)
     parts, symbols = _to_token_ids(
         content, parts, vocabulary=vocabulary, drop_newlines=drop_newlines
@@ -201,6 +215,56 @@ def load(
         sequence=sequence,
         fallback_for=configured_name if error else None,
     )
+
+
+def _load_texts(
+    name: str, path: str | None, options: dict, *, split: Sequence[float], sha256: str | None
+) -> Corpus:
+    """Return a corpus of labelled texts. Those of a file are shuffled, because files are often
+    sorted by label."""
+    if name == "listops":
+        texts, labels = listops(options.pop("bytes", 4_000_000), **options)
+    else:
+        texts, labels = read_labelled(path)
+        order = permutation(0, 0, len(texts)).tolist()
+        texts = [texts[i] for i in order]
+        labels = [labels[i] for i in order]
+        name = _file_name(path)
+    classes = tuple(sorted(set(labels)))
+    lines = (f"{label}\t".encode() + text for label, text in zip(labels, texts, strict=True))
+    sha256_of_all = digest(b"\n".join(lines))
+    _check_digest(name, sha256_of_all, expected=sha256)
+    parts = {}
+    rows = _cut(np.arange(len(texts)), split, sequence=1, unit="texts")
+    for split_name, part in zip(SPLITS, rows, strict=True):
+        indices = [classes.index(labels[row]) for row in part]
+        parts[split_name] = Texts.of([texts[row] for row in part], indices)
+    splits = {split_name: part.content for split_name, part in parts.items()}
+    return Corpus(
+        name=name,
+        sha256=sha256_of_all,
+        n_bytes=sum(map(len, splits.values())),
+        splits=splits,
+        vocabulary=256,
+        symbols=bytes(range(256)),
+        generated=GeneratedCorpus(),
+        options={},
+        texts=parts,
+        classes=classes,
+    )
+
+
+def _check_digest(name: str, actual: str, *, expected: str | None) -> None:
+    """Raise ValueError if the digest of a corpus is not ``data.sha256``."""
+    if expected and expected.lower() != actual:
+        raise ValueError(f"data.sha256={expected}: the SHA-256 of {name} is {actual}")
+
+
+def _file_name(path: str) -> str:
+    """Return the name of a corpus that is read from a path of the user."""
+    file_name = user_path(path, key="data.path").resolve().name
+    printable = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in file_name)
+    return f"file:{printable}"
 
 
 def _check_sequence(sequence: int, *, vocabulary: int, lengths: dict[str, int]) -> None:
@@ -228,10 +292,7 @@ def _read(
     if name == "stdlib":
         return read_stdlib(), name, None
     if name == "file":
-        content = read_path(path)
-        file_name = user_path(path, key="data.path").resolve().name
-        printable = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in file_name)
-        return content, f"file:{printable}", None
+        return read_path(path), _file_name(path), None
     try:
         return read_published(name, path), name, None
     except OSError as error:
@@ -244,7 +305,9 @@ def _read(
         ) from error
 
 
-def _cut(content: np.ndarray, split: Sequence[float], *, sequence: int) -> list[np.ndarray]:
+def _cut(
+    content: np.ndarray, split: Sequence[float], *, sequence: int, unit: str = "bytes"
+) -> list[np.ndarray]:
     """Train, valid and test as views of ``content``, in order, each of at least two sequences, of
     one byte or more."""
     shares = [share for share in split if isinstance(share, float) and 0 < share < 1]
@@ -257,7 +320,7 @@ def _cut(content: np.ndarray, split: Sequence[float], *, sequence: int) -> list[
     train = len(content) - valid - test
     if min(train, valid, test) < 2 * sequence:
         raise ValueError(
-            f"data.split={shares}: cuts {len(content):,} bytes into {train}, {valid} and {test}, "
+            f"data.split={shares}: cuts {len(content):,} {unit} into {train}, {valid} and {test}, "
             f"but each split needs at least {2 * sequence}; use a longer corpus"
         )
     return np.split(content, [train, train + valid])

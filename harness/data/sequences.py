@@ -6,36 +6,23 @@ from an empty state. Its targets are all T bytes, so that a split of n bytes has
 import torch
 from torch import Tensor
 
-from harness.data.streams import UNSHARDED, Batches, Segment, Shard, permutation, shard_slice
+from harness.data.streams import UNSHARDED, Batches, Rows, Segment, Shard, row_batches
 
 NEWLINE = ord("\n")
 
 
-class Sequences:
+class Sequences(Rows):
     """Training batches: each step reads B (``streams``) whole sequences of T bytes (``segment``) of
-    ``split``, uint8 ``[n T]``. In an epoch every sequence is read once, in an order drawn from seed
-    and epoch."""
+    ``split``, uint8 ``[n T]``."""
 
     def __init__(self, split: Tensor, *, streams: int, sequence: int, seed: int):
         self.sequences = split.view(-1, sequence)
-        self.segment = sequence
-        self.streams = streams
-        self.seed = seed
-        self.bytes_per_step = streams * sequence
-
-    def carried_bytes(self, step: int) -> int:
-        """Return 0, because every sequence starts without state."""
-        return 0
+        super().__init__(len(self.sequences), streams=streams, segment=sequence, seed=seed)
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a step, counted from 0, for a shard's sequences: int64 ``[B,
         T]`` each."""
-        n = len(self.sequences)
-        rows = []
-        for index in range(self.streams)[shard_slice(self.streams, shard)]:
-            epoch, position = divmod(step * self.streams + index, n)
-            rows.append(int(permutation(self.seed, epoch, n)[position]))
-        return _pairs(self.sequences[rows])
+        return _pairs(self.sequences[self.rows(step, shard)])
 
 
 def scored_sequences(
@@ -45,19 +32,14 @@ def scored_sequences(
     batch: int,
     shard: Shard = UNSHARDED,
 ) -> Batches:
-    """Return all sequences of ``split [n T]`` once, in order. At most ``batch`` of them form a
-    batch, and a shard reads a contiguous part of the batches. The mask is false for rows after the
-    last sequence."""
+    """Return the ``row_batches`` of all sequences of ``split [n T]``."""
     sequences = split.view(-1, sequence)
-    batch = min(batch, len(sequences))
-    firsts = range(0, len(sequences), batch)
 
-    def read(first: int) -> Segment:
-        indices = torch.arange(first, first + batch)
-        inputs, targets = _pairs(sequences[indices.clamp(max=len(sequences) - 1)])
-        return inputs, targets, (indices < len(sequences))[:, None].expand_as(inputs)
+    def read(rows: Tensor) -> Segment:
+        inputs, targets = _pairs(sequences[rows])
+        return inputs, targets, targets >= 0
 
-    return Batches(read, firsts[shard_slice(len(firsts), shard)])
+    return row_batches(len(sequences), batch=batch, shard=shard, read=read)
 
 
 def sample_sequences(split: Tensor, *, sequence: int, n_bytes: int) -> Tensor:

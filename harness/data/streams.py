@@ -19,11 +19,11 @@ UNSHARDED: Shard = (0, 1)
 # first key of the hash, so that offsets of rings and of windows are independent
 _RING = 1
 _WINDOW = 2
-_ORDER = 5  # harness/loop/scoring.py has 3 and 4
+_ORDER = 5  # harness/objective/scoring.py has 3 and 4
 
-Segment = tuple[Tensor, Tensor, Tensor]
+Segment = tuple[Tensor, ...]
 """Inputs int64 ``[L, T]``, targets int64 ``[L, T]``, and mask bool ``[L, T]``: true for pairs to
-be scored."""
+be scored. Of padded texts also their lengths ``[L]``, and targets and mask are ``[L, 1]``."""
 
 
 class Batches:
@@ -85,6 +85,10 @@ class Streams:
             return step % self.steps_per_epoch * self.segment
         return 0
 
+    def size(self, step: int) -> tuple[int, int]:
+        """Return the bytes of each stream in a step, and of all."""
+        return self.segment, self.bytes_per_step
+
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a step, counted from 0, for the streams of ``shard``: int64
         ``[B, T]`` each."""
@@ -125,6 +129,51 @@ class Streams:
 def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     """Return 0 to n - 1 in an order that depends on seed and epoch, int64 ``[n]``."""
     return np.argsort(integer_hash(_ORDER, seed, epoch, np.arange(n)), kind="stable")
+
+
+class Rows:
+    """Training batches of ``n`` independent rows of T bytes (``segment``), of which a step reads B
+    (``streams``). In an epoch each row is read once, in an order drawn from seed and epoch."""
+
+    def __init__(self, n: int, *, streams: int, segment: int, seed: int):
+        self.n = n
+        self.streams = streams
+        self.segment = segment
+        self.seed = seed
+        self.bytes_per_step = streams * segment
+
+    def carried_bytes(self, step: int) -> int:
+        """Return 0, because every row starts without state."""
+        return 0
+
+    def size(self, step: int) -> tuple[int, int]:
+        """Return the bytes of each row in a step, and of all."""
+        return self.segment, self.bytes_per_step
+
+    def rows(self, step: int, shard: Shard = UNSHARDED) -> Tensor:
+        """Return which rows a shard reads in a step, counted from 0: int64 ``[B]``."""
+        rows = []
+        for index in range(self.streams)[shard_slice(self.streams, shard)]:
+            epoch, position = divmod(step * self.streams + index, self.n)
+            rows.append(int(permutation(self.seed, epoch, self.n)[position]))
+        return torch.tensor(rows)
+
+
+def row_batches(
+    n_rows: int, *, batch: int, shard: Shard, read: Callable[[Tensor], Segment]
+) -> Batches:
+    """Return all rows once, in order, as ``read(rows)`` returns them. At most ``batch`` of them
+    form a batch, and a shard reads a contiguous part of the batches. The mask is false for rows
+    after the last one."""
+    batch = min(batch, n_rows)
+    firsts = range(0, n_rows, batch)
+
+    def read_batch(first: int) -> Segment:
+        rows = torch.arange(first, first + batch)
+        inputs, targets, mask, *lengths = read(rows.clamp(max=n_rows - 1))
+        return inputs, targets, mask & (rows < n_rows)[:, None], *lengths
+
+    return Batches(read_batch, firsts[shard_slice(len(firsts), shard)])
 
 
 def shard_slice(n_streams: int, shard: Shard) -> slice:

@@ -40,11 +40,12 @@ class Runtime:
         return self.compiled.get(model, model)
 
     def to_device(self, *batches: Tensor) -> tuple[Tensor, ...]:
-        """Return token ids (int64, below 256) on the device. They go to a GPU as pinned uint8,
-        without waiting."""
+        """Return token ids (int64 and below 256, or int32) on the device, as int64. They go to a
+        GPU from pinned memory, those of int64 as uint8, without waiting."""
         if self.device.type == "cpu":
-            return batches
-        pinned = [batch.to(torch.uint8).pin_memory() for batch in batches]
+            return tuple(batch.long() for batch in batches)
+        sent = [batch.to(torch.uint8) if batch.dtype == torch.int64 else batch for batch in batches]
+        pinned = [batch.pin_memory() for batch in sent]
         return tuple(batch.to(self.device, non_blocking=True).long() for batch in pinned)
 
     @property

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig
 
 from harness import source
@@ -16,6 +17,7 @@ from harness.check.select_backend import with_backend
 from harness.count.memory import PeakMemory
 from harness.data import corpora
 from harness.data.sources import PINNED
+from harness.device.full_tensors import full_tensors
 from harness.device.processes import SINGLE, ProcessGroup
 from harness.device.runtime import Runtime
 from harness.device.selection import device_kind, resolve_auto
@@ -24,7 +26,8 @@ from harness.loop.distribute import distribute
 from harness.loop.run import Run, record_errors
 from harness.loop.state import Validated
 from harness.loop.trainer import Trainer
-from harness.plan.build import Plan, is_sweep, job_number, plan_run, typed_keys
+from harness.model import LanguageModel
+from harness.plan.build import OLD_OBJECTIVE, Plan, is_sweep, job_number, plan_run, typed_keys
 from harness.record import checkpoint, folder
 from harness.record.closing_table import data_label
 from harness.record.display import Display, job_label
@@ -61,6 +64,8 @@ def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGr
             f"WARNING: data.path has only {corpus.n_bytes:,} bytes; scores of so few say little",
             file=sys.stderr,
         )
+    if plan.objective.name == "classify":
+        _warn_of_cut_texts(plan, corpus)
     common = {"command": command, "processes": processes, "display": display}
     run_folder = processes.on_main(lambda: _run_folder(plan, data_digest=corpus.sha256))
     if run_folder.summary:
@@ -96,6 +101,17 @@ def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGr
         plan = dataclasses.replace(plan, pretrained=pretrained)
         trainer.plan = plan
         return Run(plan, run_folder, trainer, peak=peak, **common)
+
+
+def _warn_of_cut_texts(plan: Plan, corpus: corpora.Corpus) -> None:
+    lengths = torch.cat([texts.lengths for texts in corpus.texts.values()])
+    longest = plan.batch.segment
+    if n_cut := int((lengths > longest).sum()):
+        print(
+            f"WARNING: {n_cut:,} of {len(lengths):,} texts have more than batch.segment={longest} "
+            f"bytes (at most {int(lengths.max()):,}); their first {longest} are read",
+            file=sys.stderr,
+        )
 
 
 def _label(plan: Plan) -> str | None:
@@ -216,6 +232,8 @@ def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
             f"{content['spent'][unit]}"
         )
     if not everything:
+        if plan.objective.name == "classify":
+            content = content | {"model": _with_new_head(trainer.model, content["model"])}
         trainer.load_checkpoint(content, restore="weights")
     present = {
         "config": plan.config,
@@ -239,6 +257,13 @@ def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
         trainer.state.validated = Validated(bytes=spent.bytes, fraction=trainer.fraction)
 
 
+def _with_new_head(model: LanguageModel, weights: dict) -> dict:
+    """Return ``weights`` with the head of ``model`` in place of their own."""
+    heads = {name: head for name, head in model.state_dict().items() if name.startswith("head.")}
+    encoder = {name: tensor for name, tensor in weights.items() if not name.startswith("head.")}
+    return encoder | full_tensors(heads, keep=True)
+
+
 def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:
     """Return settings that must be equal, by key. ``everything`` adds those of data, batches and
     optimizers."""
@@ -254,6 +279,8 @@ def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:
             f"batch.{key}": config["batch"][key] for key in ("streams", "segment", "carry")
         }
         compared["batch.order"] = config["batch"].get("order", "random")  # older rows lack it
+        objective = config.get("objective", OLD_OBJECTIVE)
+        compared |= {f"objective.{key}": setting for key, setting in objective.items()}
         compared |= {"seed": config["seed"], "data.sha256": row["data"]["sha256"]}
         for group in row["optimizers"]:
             compared[f"optim {group['name']}"] = (group["optimizer"], group["parameters"])

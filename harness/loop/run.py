@@ -19,7 +19,6 @@ from harness.device.processes import ProcessGroup, is_connection_failure
 from harness.device.stop_signal import StopSignal
 from harness.failures import OutOfMemory, Stopped, first_line, is_out_of_memory, refuse_exit
 from harness.loop import summary
-from harness.loop.scoring import NOT_CAUSAL, not_causal
 from harness.loop.state import Validated
 from harness.loop.trainer import Trainer
 from harness.plan.build import Plan
@@ -211,7 +210,7 @@ class Run:
         if row["kind"] != "train":
             return
         speed = f"{row['clock']['bytes_per_second']:,.0f} bytes/s"
-        self._display.note(f"{_score_text(row['bits_per_byte'])}, {speed}")
+        self._display.note(f"{self._score_text(row['bits_per_byte'])}, {speed}")
         waited = time.monotonic() - self._printed_at
         if not self._display.is_shown and waited >= self.plan.record.progress_seconds:
             self._printed_at = time.monotonic()
@@ -220,8 +219,8 @@ class Run:
             spent = self.trainer.state.spent
             left = duration(spent.seconds * (1 - fraction) / max(fraction, 1e-9))
             self.print(
-                f"{fraction:4.0%} train  {_score_text(row['bits_per_byte'])} after {spent.bytes:,} "
-                f"bytes (mean of {steps} steps), {speed}, {left} left"
+                f"{fraction:4.0%} train  {self._score_text(row['bits_per_byte'])} after "
+                f"{spent.bytes:,} bytes (mean of {steps} steps), {speed}, {left} left"
             )
 
     def step(self) -> None:
@@ -265,6 +264,7 @@ class Run:
         the best so far. All validations score as many pairs as the first, so that they are
         comparable."""
         trainer = self.trainer
+        objective = trainer.objective
         state = self.trainer.state
         split = self.trainer.selection_split()
         max_pairs = min(len(split), self.plan.eval.bytes or math.inf) - 1
@@ -289,8 +289,8 @@ class Run:
                 )
             )
             self.print(
-                f"     sample {_score_text(score.bits_per_byte)} after {state.spent.bytes:,} bytes "
-                f"({len(score.nats):,} bytes of valid)"
+                f"     sample {self._score_text(score.bits_per_byte)} after "
+                f"{state.spent.bytes:,} bytes ({len(score.nats):,} {objective.scored} of valid)"
             )
             # The first weights are saved even with a score of NaN, because the final scores need
             # weights.
@@ -372,16 +372,17 @@ class Run:
         self._display.phase("counting FLOPs")
         costs = summary.costs(trainer, peak=self._over_processes(trainer.state.peak))
         finals = []
-        for split in trainer.splits:
-            self._display.phase(f"scoring {split}, checking causality")
+        objective = trainer.objective
+        for split in objective.splits:
+            self._display.phase(f"scoring {split}, checking what is read")
             finals.append(summary.final_score(trainer, split))
         for final in finals:
             self.append(final)
         self._display.phase("scoring compressors")
-        leaking = [final for final in finals if final.check == NOT_CAUSAL]
-        for final in leaking:
-            reason = not_causal(vars(final))
-            self.print(f"final {final.kind}: NOT CAUSAL: {reason}; no table compares this run")
+        failed = [final for final in finals if final.check == objective.failed]
+        for final in failed:
+            reason = f"{objective.failed.upper()}: {objective.explain(vars(final))}"
+            self.print(f"final {final.kind}: {reason}; no table compares this run")
         scores = {
             f"{final.kind}_{key}": entry
             for final in finals
@@ -395,7 +396,7 @@ class Run:
         # The backends are those of now, because the run may have continued uncompiled.
         origin = summary.run_origin(trainer, self.folder.identity, command=self.command)
         row = Summary(
-            **vars(origin) | {"check": (leaking or finals)[0].check},
+            **vars(origin) | {"check": (failed or finals)[0].check},
             **vars(costs) | {"memory": memory},
             best_bytes_seen=best["bytes"],
             spans=summary.spans(trainer.model.metrics({})) or summary.spans(finals[0].metrics),
@@ -418,8 +419,11 @@ class Run:
             print(f"finished: {self.folder.path}  {scores} bits per byte")
         elif self._is_main:
             print_closing_table(row)
-            print(next_steps(self.folder.path, upload=self._wandb.hint))
+            generates = self.plan.objective.name == "causal_lm"
+            print(next_steps(self.folder.path, upload=self._wandb.hint, generates=generates))
 
-
-def _score_text(bits_per_byte: float | None) -> str:
-    return f"{'not finite' if bits_per_byte is None else f'{bits_per_byte:.4f}'} bits/byte"
+    def _score_text(self, bits: float | None) -> str:
+        number = "not finite"
+        if bits is not None:
+            number = f"{bits:.4f}"
+        return f"{number} {self.trainer.objective.unit}"

@@ -23,18 +23,22 @@ def train_step(
     targets: Tensor,
     state: State,
     *,
+    valid: Tensor | None = None,
     fraction: float = 0.0,
     accumulate: int = 1,
     forward: Callable | None = None,
 ) -> tuple[Tensor, State]:
-    """Make one step, and return mean nats per byte of all processes, on the device, and the next
-    state. Any number ``accumulate`` of microbatches gives the same step.
+    """Make one step, and return mean nats per prediction of all processes, on the device, and the
+    next state. Any number ``accumulate`` of microbatches gives the same step, if all streams have
+    equally many predictions.
 
     Args:
         model: neither compiled nor wrapped; ``forward``, by default ``runtime.forward(model)``,
             may be.
         optimizers: None to leave the gradients, and to change no parameter.
-        inputs, targets: token ids, int64 ``[B, T]``, with their carried ``state``.
+        inputs, targets: token ids, int64 ``[B, T]``, with their carried ``state``; a target of
+            -100 is not predicted. Targets of a pooled model are classes, ``[B, 1]``.
+        valid: the numbers of tokens that are no padding, int64 ``[B]``.
         fraction: the spent fraction of the budget, for the schedule."""
     processes = runtime.processes
     distributed = None
@@ -50,9 +54,12 @@ def train_step(
         if distributed:
             distributed.begin_microbatch(last=index == accumulate)
         past = state if accumulate == 1 else map_state(lambda s, rows=streams: s[rows], state)
+        keywords = {}
+        if valid is not None:
+            keywords["valid"] = valid[streams]
         with runtime.autocast():
-            out = forward(inputs[streams], past)
-        cross_entropy = F.cross_entropy(out.logits.flatten(0, 1), targets[streams].flatten())
+            out = forward(inputs[streams], past, **keywords)
+        cross_entropy = F.cross_entropy(out.logits.flatten(0, -2), targets[streams].flatten())
         share = len(streams) / len(inputs)
         weighted_loss = (cross_entropy + out.loss) * share
         weighted_loss.backward()

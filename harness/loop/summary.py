@@ -3,11 +3,8 @@
 from harness.count.flops import forward_flops_per_byte
 from harness.count.ideal import ideal_excuses
 from harness.count.memory import Peak, optimizer_bytes, tensor_bytes
-from harness.data.byte_counts import compressed_bits
 from harness.data.corpora import Corpus
 from harness.device.runtime import Runtime
-from harness.loop import scoring
-from harness.loop.scoring import NOT_CAUSAL, check_causality, score_windows
 from harness.loop.trainer import Trainer
 from harness.model import NUMERICS, LanguageModel
 from harness.plan.build import Plan
@@ -90,12 +87,14 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
     """Return the time, FLOPs and memory of training. Forward FLOPs are counted on one stream with a
     full past. The peak is the highest of all processes."""
     model = trainer.model
-    segment = trainer.plan.eval.segment
+    segment = trainer.objective.scored_segment
     distributed = trainer.optimizers.distributed
     parameters = distributed.local_parameters if distributed else model.parameters()
     with trainer.runtime.autocast(), trainer.whole_parameters():
         max_bytes = trainer.plan.model.span + 4 * segment
-        text = trainer.reported_split("valid")
+        e = trainer.plan.eval
+        sizes = {"selection_bytes": e.selection_bytes, "limit": e.bytes}
+        text = trainer.corpus.scored_part("valid", **sizes)
         executed = forward_flops_per_byte(model, segment=segment, max_bytes=max_bytes, text=text)
     progress = trainer.progress()
     return Costs(
@@ -127,63 +126,32 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
 def final_score(trainer: Trainer, name: str) -> Final:
     """Score the split ``name`` with the present weights."""
     plan = trainer.plan
-    corpus = trainer.corpus
-    split = trainer.reported_split(name)
-    stream_cuts, window_cuts = _cuts(trainer, len(split))
-    score = trainer.evaluate(split, future_seed=plan.seed, cuts=stream_cuts)
-    scores = [score]
-    windows_bits = ABSENT
-    if plan.eval.windows and not corpus.sequence:
-        check = {"future_seed": plan.seed, "cuts": window_cuts}
-        with trainer.whole_parameters():
-            windows = score_windows(trainer.model, split, runtime=trainer.runtime, **check)
-        scores.append(windows)
-        windows_bits = windows.bits_per_byte
-    floor = corpus.floor_bits(split)
-    precision = trainer.runtime.precision
-    future, causal = check_causality(trainer.model, scores, floor=floor, precision=precision)
-    n_bytes = len(corpus.scored_part(name, selection_bytes=plan.eval.selection_bytes))
+    objective = trainer.objective
+    part = trainer.reported_split(name)
+    trainer.check_weights()
+    spent = trainer.state.spent.bytes
+    with trainer.whole_parameters():
+        score, keys = objective.final(trainer.model, part, trained_bytes=spent)
+    is_capped = len(part) < len(objective.reported_part(name))
     return Final(
         kind=name,
         **trainer.progress(),
         final=True,
         bits_per_byte=score.bits_per_byte,
-        windows_bits_per_byte=windows_bits,
-        **score.answers(corpus.answer_masks(split)),
-        bits_per_repeat=score.bits_by_label(corpus.repeat_masks(split)) or ABSENT,
-        floor_bits_per_byte=floor or ABSENT,
-        capped_bytes=len(split) if len(split) < n_bytes else None,
-        check=plan.admission if causal else NOT_CAUSAL,
+        capped_bytes=len(part) if is_capped else None,
         protocol=plan.protocol(),
-        **future.row(),
         metrics=trainer.model.metrics(score.stats),
+        **{"check": plan.admission} | keys,
     )
 
 
-def _cuts(trainer: Trainer, n_bytes: int) -> tuple[int, int]:
-    """Return the number of cuts in the streams and in the windows of a final score of ``n_bytes``:
-    ``CUTS`` together, or as many as ``CUTS_SHARE`` of the run's time allows, but at least
-    ``MIN_CUTS``. The backward pass counts twice."""
-    e = trainer.plan.eval
-    splits = len(trainer.splits)
-    window_share = 0.0
-    if e.windows:
-        window_share = scoring.WINDOW_CUTS_SHARE
-    bytes_per_cut = e.segment * (1 - window_share) + scoring.WINDOWS[1] * window_share
-    run_bytes = 3 * trainer.state.spent.bytes + splits * n_bytes * (3 if e.windows else 1)
-    affordable = int(scoring.CUTS_SHARE * run_bytes / (splits * bytes_per_cut))
-    cuts = min(scoring.CUTS, max(scoring.MIN_CUTS, affordable))
-    window_cuts = round(cuts * window_share)
-    return cuts - window_cuts, window_cuts
-
-
 def compressors(trainer: Trainer) -> dict[str, dict[str, float]]:
-    """Return bits per byte of each final split under compressors, and by counts of as many bytes
-    as the model read."""
-    counted = trainer.corpus.splits["train"][: trainer.state.spent.bytes]
+    """Return bits of each final split by the objective's baselines."""
+    spent = trainer.state.spent.bytes
+    objective = trainer.objective
     return {
-        name: compressed_bits(trainer.reported_split(name), train=counted)
-        for name in trainer.splits
+        name: objective.baselines(trainer.reported_split(name), trained_bytes=spent)
+        for name in objective.splits
     }
 
 

@@ -10,20 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from harness.data.corpora import Corpus
-from harness.data.sequences import Sequences, sample_sequences
-from harness.data.streams import Streams, sample_layout, score_ranges
 from harness.device import seeds
 from harness.device.compiled import compile_clock
 from harness.device.runtime import Runtime
 from harness.failures import Diverged
-from harness.loop.scoring import Score, score_sequences, score_stream
 from harness.loop.state import TrainState
 from harness.loop.step import train_step
 from harness.model import LanguageModel
+from harness.objective.causal_lm import CausalLM
+from harness.objective.classify import Classify
+from harness.objective.masked_lm import MaskedLM
+from harness.objective.objective import Objective, Part
+from harness.objective.scoring import Score
 from harness.optim.budget import Spent
 from harness.optim.optimizers import SHARDABLE
 from harness.plan.build import Plan
 from harness.record.row import Train
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "causal_lm": CausalLM,
+    "masked_lm": MaskedLM,
+    "classify": Classify,
+}
 
 
 class Trainer:
@@ -36,32 +44,24 @@ class Trainer:
         self.corpus = corpus
         self.runtime = runtime
         seeds.seed(plan.seed)
-        b = plan.batch
         processes = runtime.processes
-        train = corpus.splits["train"]
-        self.sequence = corpus.sequence
-        common = {"streams": b.streams, "seed": plan.seed}
-        if self.sequence:
-            self.stream = Sequences(train, sequence=self.sequence, **common)
-        else:
-            self.stream = Streams(train, segment=b.segment, carry=b.carry, order=b.order, **common)
-        self.model = plan.make_model()
+        self.objective = OBJECTIVES[plan.objective.name](plan, corpus, runtime)
+        self.stream = self.objective.batches
+        self.model = plan.make_model(classes=len(corpus.classes) or None)
         self.model.to(runtime.device)
         self.optimizers = plan.make_optimizers(self.model)
         _ = self.backend, self.evaluation_backend  # raise ValueError if one is impossible
-        first_step = Spent(bytes=self.stream.bytes_per_step, steps=1, flops=self._step_flops(0))
+        first_step = Spent(bytes=self.stream.size(0)[1], steps=1, flops=self._step_flops(0))
         self.state = TrainState(model=self.model, optimizers=self.optimizers, last_step=first_step)
         self._learning_rate = 0.0  # of the last step
         # Only with a budget in seconds does the host wait for each step on a device.
         self._budget_in_seconds = plan.budget.unit == "seconds"
         self._steps_run_ahead = runtime.is_asynchronous and not self._budget_in_seconds
-        self._batches_on_device: dict[int, tuple[Tensor, Tensor]] = {}  # by step
+        self._batches_on_device: dict[int, tuple[Tensor, ...]] = {}  # by step
         self._losses_on_device: list[Tensor] = []  # of steps since the last train row
         # Steps that may have diverged: the function that reads whether one did, its index and
         # learning rate.
         self._unchecked_steps: deque[tuple[Callable[[], float], int, float]] = deque()
-        for split in self.splits:
-            score_ranges(len(self.reported_split(split)) - 1, plan.eval.streams)
         self.selection_split()
         if processes.world_size > 1:
             self._check_division()
@@ -97,7 +97,7 @@ class Trainer:
         budget = self.plan.budget
         index = state.spent.steps
         flops = self._step_flops(index)
-        inputs, targets = self._batches_on_device.get(index) or self._send(index)
+        inputs, targets, *valid = self._batches_on_device.get(index) or self._send(index)
         self._batches_on_device = {index + 1: self._send(index + 1)}
         # The learning rate is that of the middle of the step, so that neither the first nor the
         # last is 0.
@@ -111,6 +111,7 @@ class Trainer:
                 inputs,
                 targets,
                 state.carried if self.stream.carried_bytes(index) else None,
+                valid=valid[0] if valid else None,
                 fraction=middle,
                 accumulate=self.plan.batch.accumulate,
             )
@@ -131,21 +132,24 @@ class Trainer:
             seconds = self.runtime.processes.all_gather(seconds)[0]
         state.compile_seconds += compiling.seconds
         self._losses_on_device.append(nats)
-        n_bytes = self.stream.bytes_per_step
+        _, n_bytes = self.stream.size(index)
         state.last_step = Spent(bytes=n_bytes, seconds=seconds, steps=1, flops=flops)
         state.spent += state.last_step
 
-    def _send(self, step: int) -> tuple[Tensor, Tensor]:
-        """Send the inputs and targets of this process's streams in a step to the device."""
+    def _send(self, step: int) -> tuple[Tensor, ...]:
+        """Send the inputs and targets of this process's streams in a step to the device, and the
+        lengths of padded texts."""
         return self.runtime.to_device(*self.stream.batch(step, shard=self.runtime.processes.shard))
 
     def _step_flops(self, step: int) -> int:
         """Return the training FLOPs of a step, at its number of carried bytes and with the
         present spans."""
-        needed = self.model.needed_flops(
-            self.stream.segment, carried=self.stream.carried_bytes(step)
-        )
-        return round(needed.training * self.stream.bytes_per_step)
+        segment, n_bytes = self.stream.size(step)
+        needed = self.model.needed_flops(segment, carried=self.stream.carried_bytes(step))
+        per_byte = needed.training
+        if self.plan.objective.encoder == "frozen":  # only the head has a gradient
+            per_byte = needed.forward + 2 * self.model.head.weight.numel() / segment
+        return round(per_byte * n_bytes)
 
     def _check_steps(self, *, skip_last: int = 0) -> None:
         """Raise Diverged for the first step whose loss or gradient was not finite. The optimizers
@@ -203,7 +207,7 @@ class Trainer:
         training so far."""
         self.wait()
         spent = self.state.spent
-        train_bytes = len(self.corpus.splits["train"])
+        train_bytes = self.objective.train_bytes
         row = {"bytes_seen": spent.bytes, "step": spent.steps, "epochs": spent.bytes / train_bytes}
         row |= {} if self._budget_in_seconds else {"fraction": self.fraction}
         clock = {
@@ -229,34 +233,18 @@ class Trainer:
             metrics=self.model.metrics({}),
         )
 
-    def evaluate(self, split: Tensor, *, pairs: int | None = None, **check: int | None) -> Score:
-        """Score ``split``, uint8 ``[n]``, with the present weights, in streams as the
-        configuration's ``eval`` says, or all of its sequences. ``pairs`` and ``check``
-        (``future_seed``, ``cuts``) are those of ``score_stream``."""
+    def evaluate(self, part: Part, **options: int | None) -> Score:
+        """Score a part of a split with the present weights; ``options`` are those of the
+        objective's ``score``."""
         self.check_weights()
-        e = self.plan.eval
-        common = {"runtime": self.runtime, **check}
-        if self.sequence:
-            common |= {"sequence": self.sequence}
-            common |= {"batch": max(1, e.streams * e.segment // self.sequence)}
-            with self.whole_parameters():
-                return score_sequences(self.model, split, **common)
-        layout = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
-        if pairs is not None:
-            pairs = min(pairs, len(split) - 1)
-            streams, context = sample_layout(pairs, **layout | {"context": self.plan.model.span})
-            layout |= {"pairs": pairs, "streams": streams, "context": context}
         with self.whole_parameters():
-            return score_stream(self.model, split, collect_stats=True, **layout, **common)
+            return self.objective.score(self.model, part, **options)
 
-    def evaluate_sample(self, split: Tensor, *, pairs: int) -> tuple[Score, dict]:
-        """Score a sample of ``pairs`` pairs, or of whole sequences; return also the scores of
-        answers in sequences."""
-        if not self.sequence:
-            return self.evaluate(split, pairs=pairs), {}
-        sample = sample_sequences(split, sequence=self.sequence, n_bytes=pairs)
-        score = self.evaluate(sample)
-        return score, score.answers(self.corpus.answer_masks(sample))
+    def evaluate_sample(self, part: Part, *, pairs: int) -> tuple[Score, dict]:
+        """Score a sample of ``pairs`` bytes; return also further keys of its row."""
+        self.check_weights()
+        with self.whole_parameters():
+            return self.objective.score_sample(self.model, part, pairs=pairs)
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Context in which parameters are complete, for reading."""
@@ -265,24 +253,15 @@ class Trainer:
             return distributed.unsharded()
         return nullcontext()
 
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Names of the splits that are scored at the end."""
-        if self.plan.eval.test:
-            return ("valid", "test")
-        return ("valid",)
+    def reported_split(self, split: str) -> Part:
+        """Return what is scored of a split at the end."""
+        return self.objective.reported_part(split, limit=self.plan.eval.bytes)
 
-    def reported_split(self, split: str) -> Tensor:
-        """Return the token ids of a split that are scored at the end."""
-        e = self.plan.eval
-        return self.corpus.scored_part(split, selection_bytes=e.selection_bytes, limit=e.bytes)
-
-    def selection_split(self) -> Tensor:
-        """Return the token ids of valid that select the best weights. ValueError if there are
-        fewer than two."""
+    def selection_split(self) -> Part:
+        """Return what selects the best weights. ValueError if it has fewer than two bytes."""
         selection_bytes = self.plan.eval.selection_bytes
         valid = self.corpus.splits["valid"]
-        split = self.corpus.selection_part(selection_bytes)
+        split = self.objective.selection_part()
         if len(split) < 2:
             raise ValueError(
                 f"eval.selection_bytes={selection_bytes}: leaves {len(split)} of the {len(valid)} "

@@ -21,6 +21,7 @@ from harness.optim.budget import UNITS, Budget
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import Group, assign
 from harness.plan.network import plan_layers
+from harness.plan.objective import check_objective
 from harness.plan.settings import (
     DataSettings,
     OptimSettings,
@@ -46,6 +47,7 @@ CONTEXT_KEYS = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
 MAX_CONTEXT = 16_384
 
 
+OLD_OBJECTIVE = {"name": "causal_lm", "direction": "causal"}
 MADE = ("variant", "position", "data", "optim", "budget", "trust")
 """Keys of a run that a plan has in another form."""
 
@@ -71,9 +73,13 @@ class Plan(RunSettings):
     pretrained: dict | None = None
     admission: str | None = None  # what ``admission`` of ``check/admission.py`` has returned
 
-    def make_model(self, *, dropout_seed: int | None = None) -> LanguageModel:
+    def make_model(
+        self, *, dropout_seed: int | None = None, classes: int | None = None
+    ) -> LanguageModel:
         """Return the model, initialised by torch's default generator. ``dropout_seed`` is that of
-        ``LayerContext``. ValueError for sizes or settings that a sublayer does not support."""
+        ``LayerContext``. With ``objective=classify`` it predicts ``classes``; without them, as the
+        checks of a mechanism need it, it predicts bytes. ValueError for sizes or settings that a
+        sublayer does not support."""
         pool: dict = {}
         shared = {name: getattr(self.model, name) for name in CONTEXT_KEYS} | {
             "n_layers": self.model.layers,
@@ -81,24 +87,36 @@ class Plan(RunSettings):
             "backend": self.runtime.backend,
             "scheme": self.scheme,
             "dropout_seed": dropout_seed,
+            "direction": self.objective.direction,
         }
+        vocabulary = self.data["vocabulary"]
+        inputs = vocabulary
+        if self.objective.name != "causal_lm":
+            inputs += 1  # the last id hides a byte
+        is_classifier = self.objective.name == "classify" and classes is not None
         excluded = (*CONTEXT_KEYS, "layers", "default_bytes")
         model = LanguageModel(
             self.layers,
             lambda layer: LayerContext(layer=layer, **shared),
-            vocabulary=self.data["vocabulary"],
+            vocabulary=classes if is_classifier else vocabulary,
+            inputs=inputs,
+            pooled=is_classifier,
             checkpoint=self.runtime.checkpoint,
             **{name: setting for name, setting in vars(self.model).items() if name not in excluded},
         )
         pool.clear()  # the pool is only for objects that layers share while the model is built
+        if is_classifier and self.objective.encoder == "frozen":
+            model.requires_grad_(False)
+            model.head.requires_grad_(True)
         return model
 
     def make_optimizers(self, model: LanguageModel) -> Optimizers:
         """Return the optimizers of a model built by ``make_model``."""
         optim = self.optim
-        groups = assign(
-            model, default=optim["default"], matrices=optim["matrices"], groups=self.groups
-        )
+        groups = self.groups
+        if self.objective.encoder == "frozen":  # their patterns match nothing that is trained
+            groups = {}
+        groups = assign(model, default=optim["default"], matrices=optim["matrices"], groups=groups)
         return Optimizers(groups, lr=optim["lr"], schedule=optim["schedule"], clip=optim["clip"])
 
     def protocol(self) -> dict:
@@ -117,6 +135,13 @@ class Plan(RunSettings):
             protocol["order"] = self.batch.order
         if self.data["sequence"]:  # read one by one, from an empty state
             protocol |= {"sequence": self.data["sequence"], "context": 0}
+        if self.objective.name != "causal_lm":  # the objective of rows without the key
+            protocol |= {"context": 0, "segment": self.batch.segment}
+            protocol |= {
+                "objective": self.objective.name,
+                "direction": self.objective.direction,
+                "rate": self.objective.rate,
+            }
         return protocol
 
 
@@ -138,7 +163,8 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
             "sweep: this file is for W&B; run wandb sweep conf/sweep/wandb_grid.yaml, then wandb "
             "agent"
         )
-    cfg = OmegaConf.merge({"check": True}, cfg)  # run folders of older versions lack the key
+    # run folders of older versions lack these keys
+    cfg = OmegaConf.merge({"check": True, "objective": OLD_OBJECTIVE}, cfg)
     names = [*RunSettings.__dataclass_fields__, *MADE]
     sections = {name: node for name, node in OmegaConf.to_container(cfg).items() if name != "hydra"}
     check_keys(sections, names, key="")
@@ -195,26 +221,8 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
             f"batch.order={plan.batch.order}: allowed with batch.carry=true is random; its "
             "streams read each byte once in an epoch"
         )
-    _check_sequence(plan)
+    check_objective(plan)
     return plan
-
-
-def _check_sequence(plan: Plan) -> None:
-    """Raise ValueError for settings that would cut sequences, or read them with state from before
-    them."""
-    sequence = plan.data["sequence"]
-    if sequence is None:
-        return
-    allowed = f"allowed with data.sequence={sequence} is"
-    if plan.batch.carry:
-        raise ValueError(f"batch.carry=true: {allowed} false, because sequences are independent")
-    if plan.batch.segment != sequence:
-        reason = "because a step reads whole sequences"
-        raise ValueError(f"batch.segment={plan.batch.segment}: {allowed} {sequence}, {reason}")
-    for key in ("bytes", "selection_bytes"):
-        n_bytes = getattr(plan.eval, key)
-        if n_bytes is not None and n_bytes < sequence:
-            raise ValueError(f"eval.{key}={n_bytes}: {allowed} {sequence} or more, or null")
 
 
 def replan(plan: Plan, **sections: dict) -> Plan:

@@ -15,6 +15,8 @@ from variants.contract import WAYS, LayerContext, Sublayer
 VARIANT_KEYS = ("name", "numerics", "layers", "at", "groups", "lr_scale", "small")
 """Keys of a variant besides its sublayers. ``numerics`` is the version of its golden numbers,
 null if it has none."""
+CHOICES = (("model", "cache"), ("model", "attend_self"), ("objective", "direction"))
+"""Keys of a run that a sublayer's ``honours`` must have, by section."""
 
 
 def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[str, ...]) -> Layers:
@@ -106,13 +108,13 @@ def _check_supported(sublayer: Sublayer, context: LayerContext, *, key: str) -> 
     silently ignore it."""
     supported = sublayer.honours
     label = f"{key} ({type(sublayer).__name__})"
-    for name in ("cache", "attend_self"):
+    for section, name in CHOICES:
         setting = getattr(context, name)
         allowed = getattr(supported, name)
         if setting not in allowed:
             options = ", ".join(sorted(str(option).lower() for option in allowed))
             raise ValueError(
-                f"model.{name}={str(setting).lower()}: {label} supports only {options}"
+                f"{section}.{name}={str(setting).lower()}: {label} supports only {options}"
             )
     scheme = getattr(context.scheme, "func", context.scheme)
     unsupported = scheme.ways() - set(supported.position)

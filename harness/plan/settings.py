@@ -90,6 +90,16 @@ class DataSettings:
 
 
 @section
+class ObjectiveSettings:
+    """What is predicted. ``harness/plan/objective.py`` checks combinations."""
+
+    name: Literal["causal_lm", "masked_lm", "classify"] = "causal_lm"
+    direction: Literal["causal", "both"] = "causal"
+    rate: Annotated[float, Interval(gt=0, lt=1)] | None = None  # of masked_lm
+    encoder: Literal["trained", "frozen"] | None = None  # of classify
+
+
+@section
 class EvalSettings:
     every: Fraction
     streams: Positive
@@ -161,6 +171,7 @@ class RunSettings:
 
     model: ModelSettings
     batch: BatchSettings
+    objective: ObjectiveSettings
     runtime: RuntimeSettings
     record: RecordSettings
     purpose: Literal["result", "tune"]

@@ -15,8 +15,13 @@ COMPRESSORS = {
     "order-2": "counts of order 2",
     "order-3": "counts of order 3",
     "order-5": "counts of order 5",
+    "left": "counts, left neighbour",
+    "right": "counts, right neighbour",
+    "both": "counts, both neighbours",
 }
 """Labels by key of ``compressors`` in a summary."""
+UNITS = {"masked_lm": "bits per masked byte", "classify": "bits per label"}
+"""Units of scores by objective, if not bits per byte."""
 WINDOWS_LABEL = "window 1024, stride 512"  # label of the score without carried state
 
 
@@ -24,7 +29,8 @@ def print_closing_table(summary: dict) -> None:
     """Print scores and costs of a finished run."""
     splits = scored_splits(summary)
     print(f"\n{summary['variant']}, seed {summary['seed']}\n{data_label(summary['data'])}\n")
-    print(f"{'bits per byte':<24}" + "".join(f"{split:>10}" for split in splits))
+    unit = UNITS.get(summary["protocol"].get("objective"), "bits per byte")
+    print(f"{unit:<24}" + "".join(f"{split:>10}" for split in splits))
     for label, numbers in _score_rows(summary, splits):
         texts = [
             _score_text(summary, number, split=split)
@@ -40,15 +46,18 @@ def print_closing_table(summary: dict) -> None:
         print(f"{cells.CAPPED_MARK} first {n_bytes:,} bytes of {split} only")
 
 
-def next_steps(folder: Path, *, upload: str) -> str:
+def next_steps(folder: Path, *, upload: str, generates: bool) -> str:
     """Return the lines that say what can be done with a finished run; ``upload`` is W&B's command
     or URL, or empty."""
     path = shlex.quote(str(folder))
+    generate = ""
+    if generates:
+        generate = f"windtunnel generate {path} 'The '"
     steps = {
         "run folder": path,
         "compare": f"windtunnel compare {shlex.quote(str(folder.parent))}",
         "look inside": f"windtunnel inspect run={path}",
-        "generate": f"windtunnel generate {path} 'The '",
+        "generate": generate,
         "upload" if upload.startswith("wandb sync") else "in W&B": upload.removeprefix("wandb: "),
     }
     return "\n".join(f"{label + ':':<17}{step}" for label, step in steps.items() if step)
@@ -65,7 +74,10 @@ def _score_rows(summary: dict, splits: list[str]) -> list[tuple[str, list[float 
         (label, [summary.get(f"{split}_{key}") for split in splits])
         for label, key in scores.items()
     ]
-    for name, key in {"answers": "bits_per_copy", "repeats": "bits_per_repeat"}.items():
+    parts = {"answers": "bits_per_copy", "repeats": "bits_per_repeat"}
+    if summary["protocol"].get("objective") == "classify":
+        parts["accuracy"] = "answer_accuracy"
+    for name, key in parts.items():
         by_split = [summary.get(f"{split}_{key}") or {} for split in splits]
         rows += [
             (f"{name}, {label}", [bits.get(label) for bits in by_split]) for label in by_split[0]
@@ -73,10 +85,12 @@ def _score_rows(summary: dict, splits: list[str]) -> list[tuple[str, list[float 
     rows = [
         (label, numbers) for label, numbers in rows if any(number is not None for number in numbers)
     ]
-    for key, label in COMPRESSORS.items():
-        rows.append(
-            (label, [(summary["compressors"].get(split) or {}).get(key) for split in splits])
-        )
+    by_split = [summary["compressors"].get(split) or {} for split in splits]
+    rows += [
+        (label, [bits.get(key) for bits in by_split])
+        for key, label in COMPRESSORS.items()
+        if any(key in bits for bits in by_split)
+    ]
     return rows
 
 

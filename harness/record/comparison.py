@@ -33,7 +33,7 @@ OLD_ROW_DEFAULTS = {
 # shares of train, valid and test in a row whose protocol has no ``split``
 OLD_ROW_SPLIT = [0.9, 0.05, 0.05]
 # values of ``check`` in the rows of runs that no table compares
-INCOMPARABLE_CHECKS = ("unchecked", "not causal")
+INCOMPARABLE_CHECKS = ("unchecked", "not causal", "misread")
 
 
 def _mapping(row: Mapping, key: str) -> Mapping:

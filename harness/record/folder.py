@@ -45,6 +45,8 @@ def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str
     hashed["data"] = {key: setting for key, setting in hashed["data"].items() if key != "fallback"}
     if hashed["data"].get("sequence") is None:  # configurations of older rows lack the key
         hashed["data"].pop("sequence", None)
+    if hashed["objective"]["name"] == "causal_lm":
+        hashed.pop("objective")
     if hashed["data"]["name"] in pinned:
         hashed["data"]["path"] = None
     init_from = hashed["init_from"]

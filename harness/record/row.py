@@ -65,6 +65,9 @@ class Protocol:
     split: list[Count] = ABSENT  # shares of train, valid and test
     order: Name = ABSENT  # of training bytes, if not random
     sequence: Count = ABSENT  # bytes of a sequence that is read without state from before it
+    objective: Name = ABSENT  # if not causal_lm
+    direction: Name = ABSENT  # if not causal_lm: causal or both
+    rate: Count = ABSENT  # share of bytes that masked_lm selects
 
 
 @declared
@@ -215,7 +218,7 @@ class RunOrigin(Origin):
     evaluation_backend: Name = ABSENT  # in scoring
     pretrained: Pretrained = ABSENT
     backend_choice: dict = ABSENT  # the selected backend, and the errors of its candidates
-    check: str = ABSENT  # of the contract: shipped, passed, unchecked or not causal
+    check: str = ABSENT  # of the contract: shipped, passed, unchecked, not causal or misread
 
 
 @optional
@@ -258,7 +261,7 @@ class Provenance(RunOrigin, Labelled):
 class Train(Progress):
     """The steps since the last such row."""
 
-    bits_per_byte: Count  # mean of the steps
+    bits_per_byte: Count  # mean of the steps; per masked byte or label with another objective
     learning_rate: Count  # of the last step
     ideal_flops_per_byte: Count  # of a forward pass with the present spans
     metrics: Metrics  # of parameters, such as learned spans
@@ -268,11 +271,12 @@ class Train(Progress):
 class Score(Progress):
     """The score of a sample of valid, which selects the weights."""
 
-    bits_per_byte: Count
-    capped_bytes: Count  # number of scored bytes
+    bits_per_byte: Count  # per masked byte of masked_lm, per label of classify
+    capped_bytes: Count  # number of scored bytes, or labels
     metrics: Metrics
     bits_per_copy: Scores  # bits of an answer, by its label
-    answer_accuracy: Scores  # share of answers that are the likeliest byte
+    # share of answers that are the likeliest byte; of classify, of labels, by whom (95% interval)
+    answer_accuracy: Scores
 
 
 @optional
@@ -281,19 +285,21 @@ class Final(Progress):
 
     bytes_seen: Count
     final: bool
-    bits_per_byte: Count
+    bits_per_byte: Count  # per masked byte of masked_lm, per label of classify
     windows_bits_per_byte: Count  # in windows of 1024 bytes, without carried state
     bits_per_copy: Scores
     answer_accuracy: Scores
     bits_per_repeat: Scores  # of bytes that repeat earlier ones, by distance
     floor_bits_per_byte: Count  # the lowest expected score on generated data
     capped_bytes: Count  # number of scored bytes, if not all
-    check: str  # not causal, or that of the run
+    check: str  # not causal or misread, or that of the run
     protocol: Protocol
     future_cuts: Count  # positions after which bytes were replaced
     future_changed: Count  # predictions before these that changed
     future_nats: Count  # by so much at most
     future_missed_share: Count  # places that see later bytes and may have been missed
+    hidden_changed: Count  # predictions changed by bytes which they must not see
+    visible_changed: Count  # predictions changed by bytes which they must see
     metrics: Metrics
 
 
@@ -303,7 +309,7 @@ class Scored:
 
     best_bytes_seen: Count  # at the selected weights
     spans: Spans  # of the selected weights
-    compressors: dict[str, Scores]  # bits per byte by split and compressor
+    compressors: dict[str, Scores]  # bits per byte by split and compressor, or per masked byte
     capped: Counts  # number of scored bytes by split, if not all
     test_bits_per_byte: Count
     valid_bits_per_byte: Count

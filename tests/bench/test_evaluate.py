@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import evaluate
-from harness.loop import scoring
+from harness.objective import scoring
 from harness.record import checkpoint
 from harness.record.folder import EVALUATIONS
 from tests.support.small_configs import CPU, compose_config

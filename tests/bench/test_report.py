@@ -275,10 +275,10 @@ def test_unfinished_corrupt_and_incomparable_runs_are_named_but_not_shown(tmp_pa
     (folders[4] / "record.jsonl").write_text("\n".join(lines[1:]))
     lines = (folders[5] / "record.jsonl").read_text().splitlines()
     (folders[5] / "record.jsonl").write_text("\n".join([*lines[:3], "{", *lines[4:]]))
-    for name, check in zip(("linear", "local"), INCOMPARABLE_CHECKS, strict=True):
+    for name, check in zip(("linear", "local", "longformer"), INCOMPARABLE_CHECKS, strict=True):
         change(write_run(tmp_path, variant=name), check=check)
     rows = Rows([tmp_path])
-    assert sorted(rows.frame["seed"]) == [0, 5] and len(rows.omitted) == 7
+    assert sorted(rows.frame["seed"]) == [0, 5] and len(rows.omitted) == 8
     reasons = "\n".join(rows.omitted)
     assert f"not finished, not shown: {folders[1]}: no summary yet" in reasons
     differ = "not of the run in record.jsonl: config_hash differs"

@@ -46,6 +46,8 @@ def test_every_file_is_planned_and_optimizers_and_recipes_take_a_step(file):
         tiny += ["variant.memory.half_keys=8", "variant.memory.top_k=4"]
     if file == "data/associative_recall":
         tiny.append("batch.segment=64")
+    if file == "objective/classify":
+        tiny.append("data=listops")
     run_plan = plan(file.replace("/", "=", 1), *tiny)
     if file.startswith(STEPPED):
         row = one_step(run_plan)

@@ -14,8 +14,8 @@ from harness.device.full_tensors import full_tensors
 from harness.device.processes import SINGLE, ProcessGroup, join_processes
 from harness.device.runtime import Runtime
 from harness.loop.distribute import distribute, unsharded_parameters
-from harness.loop.scoring import score_stream, score_windows
 from harness.loop.step import train_step
+from harness.objective.scoring import score_stream, score_windows
 from harness.optim import Muon
 from harness.optim.budget import Schedule
 from harness.optim.optimizers import Optimizers

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from harness.data import repeats
 from harness.data.corpora import load
-from harness.loop.scoring import Score
+from harness.objective.scoring import Score
 
 CONTEXT = repeats.CONTEXT
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from harness.count.memory import Peak
-from harness.loop import summary as summary_module
-from harness.loop.scoring import NOT_CAUSAL, Future, score_stream
 from harness.loop.step import train_step
+from harness.objective import causal_lm
+from harness.objective.scoring import NOT_CAUSAL, Future, score_stream
 from harness.record import checkpoint
 from harness.record.schema import violation
 from tests.support.small_configs import plan
@@ -148,12 +148,12 @@ def test_a_budget_of_flops_is_charged_by_the_spans_at_each_step_not_by_the_rows_
 
 
 def test_a_run_is_not_causal_if_the_causality_check_of_its_windows_gives_nan(monkeypatch):
-    score, future = summary_module.score_windows, Future(1, 1, math.nan, math.nan)
+    score, future = causal_lm.score_windows, Future(1, 1, math.nan, math.nan)
 
     def checked(*a, future_seed: int, cuts: int, **k):
         return score(*a, **k)._replace(future=future)
 
-    monkeypatch.setattr(summary_module, "score_windows", checked)
+    monkeypatch.setattr(causal_lm, "score_windows", checked)
     assert whole_run("eval.windows=true", "budget.steps=2")[1]["check"] == NOT_CAUSAL
 
 
@@ -207,7 +207,8 @@ def test_the_peak_of_scoring_is_read_before_compressors_use_memory(monkeypatch):
     run, calls = make_run("budget.steps=2"), []
     run._peak_meter = Mock(read=lambda: calls.append("read") or Peak(2**20, approximate=True))
     monkeypatch.setattr(
-        "harness.loop.summary.compressed_bits", lambda *_, train: calls.append(len(train)) or {}
+        "harness.objective.causal_lm.compressed_bits",
+        lambda *_, train: calls.append(len(train)) or {},
     )
     run_to_end(run)
     assert calls[-3:] == ["read", 128, 128], "two steps read 128 bytes, and byte counts as many"

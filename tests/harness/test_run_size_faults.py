@@ -8,7 +8,7 @@ import torch
 
 from harness.check import admission
 from harness.check.admission import findings
-from harness.loop import scoring
+from harness.objective import scoring
 from tests.bench.test_check import toy
 from tests.support import broken_at_run_size as broken
 from tests.support import promises as p

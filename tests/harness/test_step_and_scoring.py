@@ -14,8 +14,10 @@ from harness.data.recall import recall_floor
 from harness.data.streams import round_context, score_ranges
 from harness.device.processes import SINGLE
 from harness.device.runtime import Runtime
-from harness.loop import scoring, summary
-from harness.loop.scoring import (
+from harness.loop.step import train_step
+from harness.loop.summary import final_score
+from harness.objective import scoring
+from harness.objective.scoring import (
     CausalityCheck,
     Future,
     check_causality,
@@ -23,8 +25,6 @@ from harness.loop.scoring import (
     score_stream,
     score_windows,
 )
-from harness.loop.step import train_step
-from harness.loop.summary import final_score
 from harness.optim.budget import Schedule, Spent
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import assign
@@ -296,7 +296,7 @@ def test_cuts_take_at_most_a_twentieth_of_the_time_of_a_run(monkeypatch):
     trainer, cuts = make_trainer("eval.windows=true"), []
     for n_bytes in (0, 10**6, 10**9):
         trainer.state.spent = Spent(bytes=n_bytes)
-        cuts.append(sum(summary._cuts(trainer, 10_000)))
+        cuts.append(sum(trainer.objective._cuts(10_000, trained_bytes=n_bytes)))
     assert cuts[::2] == [64, 512]
     bytes_per_cut = 7 / 8 * 64 + 1 / 8 * 1024  # in segments and windows
     assert 2 * cuts[1] * bytes_per_cut <= 0.05 * (3 * 10**6 + 2 * 3 * 10_000)  # in two splits
@@ -318,7 +318,7 @@ def test_without_determinism_changes_like_the_measured_noise_do_not_count(noise,
     torch.use_deterministic_algorithms(False)
     check = CausalityCheck(0, [0], rows=1, vocabulary=256, cuts=1, runtime=CPU)
     inputs = torch.zeros(1, 9, dtype=torch.int64)
-    check.compare(0, inputs, inputs == 0, torch.zeros(1, 9), predict)
+    check.compare(0, (inputs, inputs, inputs == 0), torch.zeros(1, 9), predict)
     assert (check.result().changed > 0) == counts
 
 
@@ -355,5 +355,5 @@ def test_a_trained_model_stays_above_the_floor_of_recall_and_below_it_a_score_is
     above = trainer.corpus.generated._replace(
         floor_bits=lambda part, **_: row.bits_per_byte + 41 / (len(part) - 1)
     )
-    trainer.corpus = replace(trainer.corpus, generated=above)
+    trainer.objective.corpus = replace(trainer.corpus, generated=above)
     assert final_score(trainer, "test").check == "not causal"

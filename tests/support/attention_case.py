@@ -53,6 +53,7 @@ class Case:
     position: str = "none"
     cache: str = "kv"
     attend_self: bool = True
+    direction: str = "causal"
     spans: str = "fixed"
     ramp: int = 3
     persistent: int = 0
@@ -74,7 +75,7 @@ class Case:
         }
 
     def context(self, **changes) -> LayerContext:
-        names = ("heads", "span", "attend_self", "cache", "backend", "dropout")
+        names = ("heads", "span", "attend_self", "direction", "cache", "backend", "dropout")
         keywords = {name: getattr(self, name) for name in names}
 
         def scheme(context: LayerContext, *, d_head: int) -> Position:
@@ -218,9 +219,11 @@ def mix_of(sublayer: nn.Module) -> dict[str, Tensor]:
     return {} if sublayer.key_shift is None else {"mix": sublayer.key_shift.mix}
 
 
-def reference_output(attention: Attention, *, x: Tensor, past: Tensor, position: str) -> Tensor:
+def reference_output(
+    attention: Attention, *, x: Tensor, past: Tensor, position: str, **others: object
+) -> Tensor:
     """Return the output of ``run`` by the reference's loops. With ``cache: kv`` past keys and
-    values are constants."""
+    values are constants. ``others`` are further keywords of the reference."""
     vectors = attention.persistent
     keys, values = (
         persistent_vectors(vectors.key, value_parameters=vectors.value) if vectors else (None, None)
@@ -245,6 +248,7 @@ def reference_output(attention: Attention, *, x: Tensor, past: Tensor, position:
         **reference_biases(attention, x, past),
         past=past,
         past_is_constant=attention.cache == "kv",
+        **others,
     )
 
 

@@ -4,7 +4,7 @@ frozen objects."""
 import gc
 
 from harness import source
-from harness.loop import scoring
+from harness.objective import scoring
 from tests.support.small_configs import plan
 from tests.support.small_runs import SMALL, SPANS, _hydra
 

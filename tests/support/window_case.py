@@ -74,7 +74,9 @@ class Case:
         ramp reach. z: span of each head, "query" for a random span for each head and query, or None
         for a hard window. bias: "column" for ALiBi's bias for each head and column, "query" for a
         random one for each query as well. persistent: N, the number of persistent vectors.
-        key_bias: whether keys and queries have biases; every fifth key is then hidden."""
+        key_bias: whether keys and queries have biases; every fifth key is then hidden.
+        both: whether queries see both of their sides.
+        valid: number of keys of each stream before padding, or None."""
 
     T: int = 37
     past: int = 0
@@ -89,6 +91,8 @@ class Case:
     sink: bool = False
     key_bias: bool = False
     dropout: float = 0.0
+    both: bool = False
+    valid: tuple[int, ...] | None = None
     streams: int = 2
     dtype: torch.dtype = DOUBLE
 
@@ -140,6 +144,8 @@ class Case:
             for name in ("bias", "vectors", "sink", "key_bias", "query_bias")
         }
         added["dropout"] = self.dropout
+        if self.valid:
+            added["valid"] = torch.tensor(self.valid, device=fields.q.device)
         if fields.extra_q is not None:
             added["persistent"] = Persistent(fields.extra_q, fields.extra_k, fields.extra_v)
         seed = torch.tensor(2**40 + 5, device=fields.q.device)
@@ -154,7 +160,7 @@ class Case:
 
     def hard_window(self) -> Window:
         """Return the window without spans, as ``forward`` and ``backward`` of a backend take it."""
-        return Window(self.max_keys, self.shift, ramp=self.ramp if self.z else 0)
+        return Window(self.max_keys, self.shift, ramp=self.ramp if self.z else 0, both=self.both)
 
 
 small = partial(Case, streams=1, width=16)
@@ -259,6 +265,30 @@ PER_QUERY = {
         bias="query",
     ),
 }
+both = partial(Case, both=True, width=16)
+BOTH = {
+    "both sides": both(max_keys=(9, 9)),
+    "both sides of one byte": both(T=1, max_keys=(4, 4), bias="column"),
+    "both sides, padding": both(max_keys=(9, 9), valid=(37, 12)),
+    "both sides, all keys": both(T=40, max_keys=(60, 60)),
+    "both sides, all keys, padding": both(T=40, max_keys=(60, 60), valid=(1, 39)),
+    "both sides, ends of ramps": both(
+        T=150, max_keys=(24, 9, 24, 130, 9), z=(12.0, 0.0, 19.0, 130.0, 4.5), valid=(150, 101)
+    ),
+    "both sides, everything": both(
+        T=290,
+        max_keys=(64, 12, 140),
+        z=(40.0, 7.0, 133.0),
+        bias="column",
+        persistent=5,
+        sink=True,
+        valid=(290, 130),
+    ),
+    "both sides, dropout": both(
+        T=150, max_keys=(24, 64), z=(12.0, 60.0), dropout=0.3, persistent=5, valid=(97, 150)
+    ),
+    "both sides, a bias for each query": both(T=70, max_keys=(24, 24), bias="query"),
+}
 HEADS = {
     "one key": {"max_keys": (1, 1)},
     "hard": {"max_keys": (150, 150, 150)},
@@ -276,7 +306,7 @@ FACTORS = {
     "shift": [0, 1],
     "streams": [1, 2],
 }
-CASES = SMALL_CASES | LARGE | PER_QUERY
+CASES = SMALL_CASES | LARGE | PER_QUERY | BOTH
 for row in covering_array(FACTORS, strength=2):
     name = "-".join(map(str, row.values()))
     CASES[name] = Case(**HEADS[row.pop("heads")], **ADDED[row.pop("added")], **row)
@@ -287,4 +317,6 @@ ATTEND["fused"] = partial(operation.attend, "fused")
 def can_compute(backend: str, case: Case) -> bool:
     per_query = case.z == "query" or case.bias == "query" or case.dropout > 0
     added = case.vectors or case.key_bias
+    if backend == "kernel" and case.both:
+        return False
     return backend in ("plain", "chunked") or not (per_query or (backend == "fused" and added))

@@ -342,18 +342,20 @@ FULL_CAUSAL = Case(T=37, max_keys=(40, 37))
 
 
 def test_the_shortcut_for_plain_causal_attention_is_exact_and_taken_for_nothing_else():
-    for changes in ({}, {"T": 1}, {"width": 12}):
+    for changes in ({}, {"T": 1}, {"width": 12}, {"both": True}):
         case = replace(FULL_CAUSAL, **changes)
         inputs = case.inputs()
-        assert fused.is_full_causal(case.hard_window(), Inputs(**inputs))
+        assert fused.is_full(case.hard_window(), Inputs(**inputs))
         assert_same(
-            fused.full_causal(Inputs(**inputs)), case.call(window.attend, inputs), named=inputs
+            fused.full(Inputs(**inputs), causal=not case.both),
+            case.call(window.attend, inputs),
+            named=inputs,
         )
     for changes in NOT_FULL_CAUSAL:
         case = replace(FULL_CAUSAL, **changes)
         visible = case.hard_window()._replace(z=case.inputs().get("z"))
-        assert not fused.is_full_causal(visible, Inputs(**case.inputs())), changes
-    assert not fused.is_full_causal(Window((40, 37), ramp=4), Inputs(**FULL_CAUSAL.inputs())), (
+        assert not fused.is_full(visible, Inputs(**case.inputs())), changes
+    assert not fused.is_full(Window((40, 37), ramp=4), Inputs(**FULL_CAUSAL.inputs())), (
         "the mask is soft"
     )
 
@@ -368,7 +370,7 @@ def test_the_operation_passes_torchs_opcheck():
     # constants, or a tensor that may change in a graph
     for max_keys_tensor in (None, torch.tensor(max_keys)):
         windows = (max_keys, max_keys_tensor, 0, SOFT.ramp)
-        arguments = ("fused", " ".join(inputs), list(inputs.values()), *windows, 0.0)
+        arguments = ("fused", " ".join(inputs), list(inputs.values()), *windows, 0.0, False)
         torch.library.opcheck(torch.ops.windtunnel.attention_forward.default, arguments)
 
 

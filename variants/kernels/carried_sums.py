@@ -83,6 +83,27 @@ def normalize(sums: Tensor, state: State) -> tuple[Tensor, State]:
     return sums[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), state
 
 
+def attend_all(
+    q: Tensor, k: Tensor, v: Tensor, *, log_scale: Tensor | None, valid: Tensor | None
+) -> Tensor:
+    """Return weighted means ``[B, H, T, K]`` over all keys of the segment.
+
+    Args:
+        q, k, v: as in ``attend``.
+        log_scale: l of each key, ``[B, H, T]``, or None for zeros.
+        valid: number of keys of each stream, ``[B]``; those after them are padding. None for
+            T."""
+    if valid is not None:
+        padding = torch.arange(k.shape[2], device=k.device) >= valid[:, None, None]
+        k = k.masked_fill(padding[..., None], 0)
+    if log_scale is not None:
+        if valid is not None:
+            log_scale = log_scale.masked_fill(padding, -torch.inf)
+        k = k * (log_scale - log_scale.amax(-1, keepdim=True)).exp()[..., None]
+    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
+    return normalize(q @ (k.mT @ v), ())[0]
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager:
     """Disable autocast: bfloat16 is too coarse for long sums. ``is_autocast_available``
     breaks graphs (torch 2.11)."""

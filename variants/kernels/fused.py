@@ -15,8 +15,8 @@ Three facts make it exact, with the soft mask of 1905.07799 as an additive bias:
 
 The kernels are torch's: flash attention on a CPU and memory-efficient attention on CUDA. Their
 additive mask must be a constant. Dropout is not supported: the CPU's kernel has none, and CUDA's
-kernel does not return the dropout mask that fact 3 needs. If every query sees all keys up to its
-own, torch chooses the kernel (``full_causal``)."""
+kernel does not return the dropout mask that fact 3 needs. If every query sees all keys, or all up
+to its own, torch chooses the kernel (``full``)."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
@@ -104,23 +104,24 @@ def obstacle(device: torch.device, *_: object) -> str | None:
     return None
 
 
-def is_full_causal(window: Window, inputs: Inputs) -> bool:
-    """Return whether each query sees all keys up to its own, and no other term is added to the
-    scores."""
+def is_full(window: Window, inputs: Inputs) -> bool:
+    """Return whether each query sees all keys up to its own, or all keys of both sides, and no
+    other term is added to the scores."""
     rows = inputs.q.shape[2]
     keys = inputs.k.shape[2]
     sees_all = (
         window.z is None and not window.ramp and not window.shift and min(window.max_keys) >= rows
     )
     terms = (inputs.bias, inputs.vectors, inputs.extra_q, inputs.sink, inputs.key_bias)
+    terms = (*terms, inputs.valid)
     return sees_all and inputs.lengths is None and keys == rows and all(x is None for x in terms)
 
 
-def full_causal(inputs: Inputs) -> Tensor:
-    """Compute ``window.attend`` if ``is_full_causal``."""
+def full(inputs: Inputs, *, causal: bool) -> Tensor:
+    """Compute ``window.attend`` if ``is_full``."""
     q, k, v = inputs[:3]
     return F.scaled_dot_product_attention(
-        q, k.to(q.dtype), v.to(q.dtype), is_causal=True, scale=1.0
+        q, k.to(q.dtype), v.to(q.dtype), is_causal=causal, scale=1.0
     )
 
 
@@ -140,9 +141,14 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     lse = torch.full(
         q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
     )
-    for heads, t, j, mask, _ in _calls(inputs, window):
+    for heads, t, j, mask, blind, _ in _calls(inputs, window):
         band = (inputs.of_heads(x, heads)[:, :, j] for x in (k, v))
-        y[:, heads, t], lse[:, heads, t] = engine.forward(q[:, heads, t], *band, mask)
+        part_y, part_lse = engine.forward(q[:, heads, t], *band, mask)
+        if blind is not None:
+            part_y = part_y.masked_fill(blind[..., None], 0)
+            part_lse = part_lse.masked_fill(blind, -torch.inf)
+        y[:, heads, t] = part_y
+        lse[:, heads, t] = part_lse
     if inputs.extra_q is not None:
         y, lse = plain.merge_parts(
             y, lse, *engine.forward(inputs.extra_q, *_persistent_kv(inputs), None)
@@ -172,12 +178,14 @@ def backward(
         )
     if "z" in fields:
         gradients["z"] = torch.zeros(inputs.z.shape, dtype=lse.dtype, device=q.device)
-    for heads, t, j, mask, span_tables in _calls(inputs, window, needs_slopes="z" in fields):
+    for heads, t, j, mask, blind, span_tables in _calls(inputs, window, needs_slopes="z" in fields):
         band = [inputs.of_heads(x, heads)[:, :, j] for x in (k, v)]
         part = g[:, heads, t], q[:, heads, t], *band
-        gradients["q"][:, heads, t], *of_band = engine.backward(
-            *part, mask, y[:, heads, t], lse[:, heads, t]
-        )
+        part_lse = lse[:, heads, t]
+        if blind is not None:
+            part_lse = part_lse.masked_fill(blind, torch.inf)
+        outputs = y[:, heads, t], part_lse
+        gradients["q"][:, heads, t], *of_band = engine.backward(*part, mask, *outputs)
         first = 0
         if segment_only:
             first = counts[heads.start] - rows
@@ -189,9 +197,7 @@ def backward(
                 sums = inputs.of_heads(gradients[name], heads)
             sums[:, :, low:high] += x[:, :, x.shape[2] - (high - low) :]
         if "z" in fields:
-            gradients["z"][heads] += _span_gradient(
-                *part, y[:, heads, t], lse[:, heads, t], *span_tables
-            )
+            gradients["z"][heads] += _span_gradient(*part, *outputs, *span_tables)
     if inputs.extra_q is not None:
         persistent = _persistent_kv(inputs)
         gradients["extra_q"], *of_vectors = engine.backward(
@@ -214,15 +220,18 @@ def group_heads(keys: Iterable[_Group]) -> Iterator[tuple[_Group, slice]]:
 
 
 def query_chunks(
-    rows: int, keys: int, max_keys: int, shift: int
+    rows: int, keys: int, max_keys: int, shift: int, *, both: bool = False
 ) -> Iterator[tuple[int, int, int, int]]:
     """Cut the queries that see a key into chunks: yields ``(begin, end, low, high)``, a chunk's
-    rows and its band of keys. The band ends with the nearest key of the chunk's last row."""
+    rows and its band of keys. The band ends with the nearest key of the chunk's last row, or with
+    ``both`` at most ``max_keys - 1`` keys after it."""
     size = max(32, min(128, max_keys))
     nearest = keys - rows - shift  # key of row 0, column 0
+    after = max_keys - 1 if both else 0
     for begin in range(max(0, -nearest), rows, size):
         end = min(begin + size, rows)
-        yield begin, end, max(0, nearest + begin - max_keys + 1), nearest + end
+        low = max(0, nearest + begin - max_keys + 1)
+        yield begin, end, low, min(keys, nearest + end + after)
 
 
 def executed_flops(
@@ -238,7 +247,7 @@ def executed_flops(
     for (max_keys, keys), heads in group_heads(
         zip(window.max_keys, inputs.key_counts(), strict=True)
     ):
-        chunks = query_chunks(rows, keys, max_keys, window.shift)
+        chunks = query_chunks(rows, keys, max_keys, window.shift, both=window.both)
         pairs += (heads.stop - heads.start) * sum(
             (end - begin) * (high - low) for begin, end, low, high in chunks
         )
@@ -254,28 +263,36 @@ def _cast_like_queries(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     return inputs.q, inputs.k.to(inputs.q.dtype), inputs.v.to(inputs.q.dtype)
 
 
-def _chunk_mask(table: Tensor | None, max_keys: int, rows: int, keys: int, like: Tensor) -> Tensor:
+def _chunk_mask(
+    table: Tensor | None, max_keys: int, rows: int, keys: int, like: Tensor, **sides: int
+) -> Tensor:
     """Return additive mask ``[1, H or 1, rows, keys]`` with aligned rows; the last key is column 0
-    of the last row."""
-    visible = plain.visible_mask(rows, keys, max_keys, shift=0, device=like.device)
+    of the last row, unless ``sides``, the fields of a ``Window``, say otherwise."""
+    visible = plain.visible_mask(rows, keys, max_keys, device=like.device, **sides)
     if table is None:
         band = visible.new_zeros((1, rows, keys), dtype=like.dtype)
     else:
-        band = plain.skew_table(table, rows, keys)
-    return F.pad(band.masked_fill(~visible, -torch.inf).to(like.dtype), (0, -keys % ALIGNMENT))[
-        None, ..., :keys
-    ]
+        band = plain.spread_distances(table, rows, keys, **sides)
+    return _align(band.masked_fill(~visible, -torch.inf).to(like.dtype)[None])
+
+
+def _align(mask: Tensor) -> Tensor:
+    """Return a mask of which each row begins at a multiple of ``ALIGNMENT``."""
+    keys = mask.shape[-1]
+    return F.pad(mask, (0, -keys % ALIGNMENT))[..., :keys]
 
 
 def _calls(
     inputs: Inputs, window: Window, *, needs_slopes: bool = False
-) -> Iterator[tuple[slice, slice, slice, Tensor, tuple[Tensor | None, ...]]]:
-    """Yield heads, queries, keys and mask of each call of a kernel; then its bias and dm/dz, None
-    without ``needs_slopes``.
+) -> Iterator[tuple[slice, slice, slice, Tensor, Tensor | None, tuple[Tensor | None, ...]]]:
+    """Yield heads, queries, keys and mask of each call of a kernel; with padding, which queries see
+    no key of the call, ``[B, 1, t]``, or None; then its bias and dm/dz, None without
+    ``needs_slopes``.
 
     Calls of equal shape share one mask."""
     bias = table = inputs.bias  # table [H, n] is added to the scores of columns
     slope = None
+    both = window.both
     if inputs.z is not None:
         z = inputs.z.detach()
         n_distances = max(window.max_keys)
@@ -288,16 +305,40 @@ def _calls(
         zip(window.max_keys, inputs.key_counts(), strict=True)
     ):
         of_heads = [None if x is None else x[heads, :max_keys] for x in (table, bias, slope)]
-        masks: dict[tuple[int, int], tuple] = {}
-        for begin, end, low, high in query_chunks(inputs.q.shape[2], keys, max_keys, window.shift):
+        masks: dict[tuple[int, int, int], tuple] = {}
+        for begin, end, low, high in query_chunks(
+            inputs.q.shape[2], keys, max_keys, window.shift, both=both
+        ):
             shape = (end - begin, high - low)
-            if shape not in masks:
-                tables = [
-                    None if x is None or slope is None else plain.skew_table(x, *shape)
+            after = high - end if both else 0
+            sides = {"shift": after, "both": both}
+            if (*shape, after) not in masks:
+                tables = tuple(
+                    None
+                    if x is None or slope is None
+                    else plain.spread_distances(x, *shape, **sides)
                     for x in of_heads[1:]
-                ]
-                masks[shape] = _chunk_mask(of_heads[0], max_keys, *shape, inputs.q), tables
-            yield heads, slice(begin, end), slice(low, high), *masks[shape]
+                )
+                mask = _chunk_mask(of_heads[0], max_keys, *shape, inputs.q, **sides)
+                masks[*shape, after] = mask, None, tables
+            call = masks[*shape, after]
+            if inputs.valid is not None:
+                call = _without_padding(*call, inputs.valid - low, shift=after)
+            yield heads, slice(begin, end), slice(low, high), *call
+
+
+def _without_padding(
+    mask: Tensor, _, tables: tuple[Tensor | None, ...], valid: Tensor, *, shift: int
+) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
+    """Hide padding. A kernel must not get a query without keys, because torch's do not agree on its
+    output, so such a query sees all keys of the call."""
+    hidden = plain.padding_mask(valid, *mask.shape[-2:], shift=shift)
+    blind = hidden.all(-1)
+    mask = mask.masked_fill(hidden, -torch.inf).masked_fill(blind[..., None], 0)
+    bias, slope = tables
+    if slope is not None:
+        slope = slope.masked_fill(hidden, 0)
+    return _align(mask), blind, (bias, slope)
 
 
 def _persistent_kv(inputs: Inputs) -> tuple[Tensor, Tensor]:

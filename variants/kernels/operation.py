@@ -69,18 +69,19 @@ def attend(
         named["seed"] = draw_seed(q.device)
     tensors = {n: x for n, x in named.items() if x is not None and (rate or n != "seed")}
     sizes = (list(window.max_keys), window.max_keys_tensor, window.shift, window.ramp, rate)
+    sizes = (*sizes, window.both)
     return _forward(backend, " ".join(tensors), list(tensors.values()), *sizes)[0]
 
 
 @torch.library.custom_op("windtunnel::attention_forward", mutates_args=())
 def _forward(
     backend: str, names: str, tensors: list[Tensor], max_keys: list[int],
-    max_keys_tensor: Tensor | None, shift: int, ramp: int, dropout: float,
+    max_keys_tensor: Tensor | None, shift: int, ramp: int, dropout: float, both: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return output ``[B, H, T, K]`` and log-sum-exp ``[B, H, T]``; ``names`` has the names of
     ``tensors``."""
     y, lse = MODULES[backend].forward(
-        *_arguments(names, tensors, max_keys, max_keys_tensor, shift, ramp, dropout)
+        *_arguments(names, tensors, max_keys, max_keys_tensor, shift, ramp, dropout, both)
     )
     return y.contiguous(), lse.contiguous()
 
@@ -96,12 +97,14 @@ def _forward_results(backend, names, tensors, *_):
 @torch.library.custom_op("windtunnel::attention_backward", mutates_args=())
 def _backward(
     backend: str, names: str, tensors: list[Tensor], max_keys: list[int],
-    max_keys_tensor: Tensor | None, shift: int, ramp: int, dropout: float, g: Tensor, y: Tensor,
-    lse: Tensor, gradient_names: str,
+    max_keys_tensor: Tensor | None, shift: int, ramp: int, dropout: float, both: bool, g: Tensor,
+    y: Tensor, lse: Tensor, gradient_names: str,
 ) -> list[Tensor]:  # fmt: skip
     """Return gradients of the tensors in ``gradient_names``, in this order."""
     fields, segment_only = _fields(gradient_names)
-    inputs, window = _arguments(names, tensors, max_keys, max_keys_tensor, shift, ramp, dropout)
+    inputs, window = _arguments(
+        names, tensors, max_keys, max_keys_tensor, shift, ramp, dropout, both
+    )
     gradients = MODULES[backend].backward(
         g, y, lse, inputs, window, frozenset(fields), segment_only=segment_only
     )
@@ -131,7 +134,7 @@ def _gradients(ctx, g: Tensor, _: Tensor):
     arguments = (ctx.backend, ctx.names, tensors, ctx.max_keys, max_keys_tensor, *ctx.sizes)
     gradients = _backward(*arguments, g.contiguous(), y, lse, " ".join(gradient_names))
     by_name = dict(zip(gradient_names, gradients, strict=True))
-    return None, None, [by_name.get(name) for name in names], None, None, None, None, None
+    return None, None, [by_name.get(name) for name in names], *[None] * 6
 
 
 _forward.register_autograd(_gradients, setup_context=_save_for_backward)
@@ -139,7 +142,7 @@ _forward.register_autograd(_gradients, setup_context=_save_for_backward)
 
 def _arguments(
     names: str, tensors: list[Tensor], max_keys: list[int], max_keys_tensor: Tensor | None,
-    shift: int, ramp: int, dropout: float,
+    shift: int, ramp: int, dropout: float, both: bool,
 ) -> tuple[Inputs, Window]:  # fmt: skip
     """Return arguments of a backend's functions. Rows are made contiguous here, because a compiled
     graph chooses layouts, and torch's flash attention for CPUs (2.13) silently misreads rows whose
@@ -150,7 +153,7 @@ def _arguments(
     for name in {"q", "k", "v", "extra_q"} & named.keys():
         named[name] = named[name] if named[name].stride(-1) == 1 else named[name].contiguous()
     max_keys = max_keys if max_keys_tensor is None else max_keys_tensor.tolist()
-    return Inputs(**named, dropout=dropout), Window(tuple(max_keys), shift, None, ramp)
+    return Inputs(**named, dropout=dropout), Window(tuple(max_keys), shift, None, ramp, both=both)
 
 
 def _fields(gradient_names: str) -> tuple[list[str], bool]:
@@ -170,5 +173,5 @@ def _forward_flops(backend, *call, **_) -> int:
 def _backward_flops(backend, *call, **_) -> int:
     fields, segment_only = _fields(call[-1])
     return MODULES[backend].executed_flops(
-        *_arguments(*call[:7]), frozenset(fields), segment_only=segment_only
+        *_arguments(*call[:8]), frozenset(fields), segment_only=segment_only
     )[1]

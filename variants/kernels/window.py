@@ -42,6 +42,9 @@ class Window(NamedTuple):
     max_keys_tensor: Tensor | None = None
     """In a compiled graph the present ``max_keys``, int64 ``[H]`` on the CPU. The field
     ``max_keys`` is then a constant upper bound, so that new spans do not recompile the graph."""
+    both: bool = False
+    """Whether a query sees keys at distances below ``max_keys`` on both of its sides. Then it sees
+    itself, and ``shift`` is the number of keys after the last query's own."""
 
     def past(self) -> int:
         """Return the number of keys before the segment that its first query may see."""
@@ -89,9 +92,12 @@ class Inputs(NamedTuple):
         key_bias: ``[B, H, L]``, or packed ``[B, sum of lengths]``, or None; it is added to all
             scores of a key, and -inf hides the key.
         query_bias: ``[B, H, T]`` and finite, or None without ``key_bias``; it is subtracted from a
-        query's scores. seed: seed of the dropout, an int64 scalar from ``dropout.draw_seed``, or
-        None. dropout: dropout rate of attention weights.
-        lengths: L of each head, int64 ``[H]`` on the CPU, or None if it is equal for all heads."""
+            query's scores.
+        seed: seed of the dropout, an int64 scalar from ``dropout.draw_seed``, or None.
+        dropout: dropout rate of attention weights.
+        lengths: L of each head, int64 ``[H]`` on the CPU, or None if it is equal for all heads.
+        valid: number of keys of each stream, int64 ``[B]``; those after them are padding, which
+            sees no key and which no query sees. Only with a window of both sides."""
 
     q: Tensor
     k: Tensor
@@ -108,6 +114,7 @@ class Inputs(NamedTuple):
     seed: Tensor | None = None
     dropout: float = 0.0
     lengths: Tensor | None = None
+    valid: Tensor | None = None
 
     @classmethod
     def from_call(
@@ -173,14 +180,35 @@ def skew_table(table: Tensor, rows: int, keys: int, *, shift: int = 0) -> Tensor
     return F.pad(view, (keys - width, 0))
 
 
-def visible_mask(
-    rows: int, keys: int, max_keys: int, *, shift: int, device: torch.device
+def spread_distances(
+    table: Tensor, rows: int, keys: int, *, shift: int = 0, both: bool = False
 ) -> Tensor:
-    """Return boolean ``[rows, keys]``: whether key j is one of the ``max_keys`` nearest that query
-    t may see."""
+    """Do the same for a table of distances, ``shift`` and ``both`` being those of a ``Window``."""
+    if not both:
+        return skew_table(table, rows, keys, shift=shift)
+    n_after = table.shape[-1] - 1
+    sides = torch.cat([table.flip(-1), table[..., 1:]], dim=-1)
+    return skew_table(sides, rows, keys + n_after, shift=shift)[..., :keys]
+
+
+def visible_mask(
+    rows: int, keys: int, max_keys: int, *, shift: int, device: torch.device, both: bool = False
+) -> Tensor:
+    """Return boolean ``[rows, keys]``: whether key j is one of the ``max_keys`` nearest, on one
+    side or ``both``, that query t may see."""
     t = torch.arange(keys - rows, keys, device=device)[:, None]
     x = t - torch.arange(keys, device=device) - shift
+    if both:
+        x = x.abs()
     return (x >= 0) & (x < max_keys)
+
+
+def padding_mask(valid: Tensor, rows: int, keys: int, *, shift: int) -> Tensor:
+    """Return boolean ``[B, 1, rows, keys]``: whether the query or the key is padding. The first
+    ``valid [B]`` keys are not. ``shift`` is that of a ``Window`` of both sides."""
+    is_padding = torch.arange(keys, device=valid.device) >= valid[:, None]
+    queries = is_padding[:, keys - rows - shift : keys - shift]
+    return (queries[:, :, None] | is_padding[:, None])[:, None]
 
 
 def count_pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int, int]:
@@ -221,7 +249,8 @@ def attend_inputs(inputs: Inputs, window: Window) -> Tensor:
     k = k[:, :, k.shape[2] - n_keys :]
     v = v[:, :, v.shape[2] - n_keys :]
 
-    over_keys = partial(skew_table, rows=rows, keys=n_keys, shift=window.shift)
+    sides = {"shift": window.shift, "both": window.both}
+    over_keys = partial(spread_distances, rows=rows, keys=n_keys, **sides)
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
     bias = inputs.bias if inputs.vectors is None else q @ inputs.vectors.T.to(q.dtype)
     if bias is not None:
@@ -229,7 +258,9 @@ def attend_inputs(inputs: Inputs, window: Window) -> Tensor:
     if inputs.key_bias is not None:
         key_bias = inputs.key_bias[:, :, None, inputs.key_bias.shape[2] - n_keys :]
         scores = scores + (key_bias - inputs.query_bias[..., None]).to(scores.dtype)
-    hidden = ~visible_mask(rows, n_keys, max_keys, shift=window.shift, device=q.device)
+    hidden = ~visible_mask(rows, n_keys, max_keys, device=q.device, **sides)
+    if inputs.valid is not None:
+        hidden = hidden | padding_mask(inputs.valid, rows, n_keys, shift=window.shift)
     scores = scores.masked_fill(hidden, -torch.inf)
     if z is not None:
         # Beyond the closed ramp a key is hidden; at the ramp's end m is 0 but still has a gradient.

@@ -3,6 +3,7 @@ without."""
 
 import functools
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
@@ -14,7 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harness.data.sequences import scored_sequences
-from harness.data.streams import Batches, round_context, samples, segments, shard_slice, windows
+from harness.data.streams import (
+    Batches,
+    Segment,
+    round_context,
+    samples,
+    segments,
+    shard_slice,
+    windows,
+)
 from harness.device.runtime import Runtime
 from harness.hashing import integer_hash
 from harness.model import LanguageModel, ModelOut, add_stats
@@ -27,6 +36,8 @@ CUTS_SHARE = 0.05
 # of the cuts, if windows are scored as well; a cut of a window costs twice a cut of a stream
 WINDOW_CUTS_SHARE = 1 / 8
 NOT_CAUSAL = "not causal"
+MISREAD = "misread"
+EVERY = 16  # batches, of which a ``ReadCheck`` reads one twice more
 NOISE_FACTOR = 4.0
 MAX_NOISE_NATS = {"float32": 1e-4, "bfloat16": 0.02}
 """Largest change of a prediction's nats that may count as noise: mean over the changed
@@ -38,6 +49,9 @@ probability of at most 2^-40."""
 # first keys of the hash, other than those of harness/data/streams.py
 _BATCH_KEY = 3
 _POSITION_KEY = 4
+
+
+Replaced = tuple[Tensor, Tensor]
 
 
 class Future(NamedTuple):
@@ -86,6 +100,27 @@ def not_causal(row: dict) -> str:
     return change
 
 
+class Reads(NamedTuple):
+    """What a ``ReadCheck`` has found, as numbers of predictions."""
+
+    hidden_changed: int = 0  # that changed with bytes which they must not see
+    visible_changed: int = 0  # that changed with bytes which they see
+
+    def __add__(self, other: "Reads") -> "Reads":
+        return Reads(*map(sum, zip(self, other, strict=True)))
+
+    def row(self) -> dict:
+        """Return the keys of a row, ``check`` if it has failed."""
+        failed = {} if self.hidden_changed == 0 < self.visible_changed else {"check": MISREAD}
+        return self._asdict() | failed
+
+
+def misread(row: dict) -> str:
+    """Return what shows that a model reads what it must not, or not what it must."""
+    hidden = f"other hidden bytes or padding change {row['hidden_changed']:,} predictions"
+    return f"{hidden} (must be 0), other visible bytes {row['visible_changed']:,} (must be more)"
+
+
 class Score(NamedTuple):
     """The score of a split."""
 
@@ -93,7 +128,7 @@ class Score(NamedTuple):
     nats: Tensor
     correct: Tensor  # whether the target is the likeliest byte, bool [pairs]
     stats: dict[str, dict[str, Tensor]]  # the sublayers' summed statistics
-    future: Future = Future()  # of CausalityCheck
+    future: Future | Reads = Future()  # what the check has found
 
     @property
     def bits_per_byte(self) -> float:
@@ -224,6 +259,14 @@ def _score_rows(
     return _score(model, batches, runtime, carry=False, check=check, **options)
 
 
+def score_reads(
+    model: LanguageModel, batches: Batches, runtime: Runtime, **options: Callable
+) -> Score:
+    """Return the score of batches of rows for a ``ReadCheck`` with these ``options``."""
+    check = ReadCheck(model, runtime, **options)
+    return _score(model, batches, runtime, carry=False, check=check, stats_from=0)
+
+
 def score_context(
     model: LanguageModel,
     split: Tensor,
@@ -261,7 +304,7 @@ def _score(
     model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, **options
 ) -> Score:
     """Return the score of all processes' streams or windows, in order. ``options`` are those of
-    ``_predictions``."""
+    ``_predictions``, of which ``check`` is needed."""
     predicted = []
     masks = []
     stats = {}
@@ -282,7 +325,7 @@ def _score(
             for name, tensors in stats.items()
         }
     stats = functools.reduce(add_stats, processes.all_gather(stats, long_wait=True))
-    future = functools.reduce(Future.__add__, processes.all_gather(options["check"].result()))
+    future = functools.reduce(operator.add, processes.all_gather(options["check"].result()))
     nats, correct = processes.concatenate(scored).unbind(1)
     return Score(nats, correct.bool(), stats, future)
 
@@ -328,11 +371,10 @@ class CausalityCheck:
             draws = integer_hash(_BATCH_KEY, seed, passes)
         self.passes_of_batch = Counter(scored[int(draw) % len(scored)] for draw in draws)
 
-    def compare(
-        self, batch: int, inputs: Tensor, mask: Tensor, nats: Tensor, predict: Callable
-    ) -> None:
+    def compare(self, batch: int, segment: Segment, nats: Tensor, predict: Callable) -> None:
         """Compare ``nats [L, T]`` of a batch with those that ``predict`` returns if later bytes
         are replaced."""
+        inputs, _, mask = segment
         passes = min(self.passes_of_batch[batch], inputs.shape[1] - 1)
         if passes < 1:
             return
@@ -363,6 +405,46 @@ class CausalityCheck:
         return Future(self.cuts, len(changes), largest, changes.sum().item())
 
 
+class ReadCheck:
+    """Checks of each ``EVERY``-th batch that predictions do not change if bytes are replaced that
+    they must not see, bit for bit on a CPU, and that some change if bytes are replaced that they
+    see.
+
+    Args:
+        replace: returns, from a segment, inputs with other bytes at places that must not matter,
+            and a mask of the predictions to compare; and the same for places that must. None
+            checks nothing."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        runtime: Runtime,
+        *,
+        replace: Callable[..., tuple[Replaced, ...]] | None = None,
+    ):
+        rounding = any("rounding" in sublayer.limits for _, sublayer in model.sublayers())
+        is_exact = runtime.device.type == "cpu" and torch.are_deterministic_algorithms_enabled()
+        self.tolerance = MAX_NOISE_NATS[runtime.precision]
+        if is_exact and not rounding:
+            self.tolerance = 0.0
+        self.replace = replace
+        self.found = Reads()
+
+    def compare(self, batch: int, segment: Segment, nats: Tensor, predict: Callable) -> None:
+        """Compare ``nats`` of a batch with those that ``predict`` returns for replaced bytes."""
+        if self.replace is None or batch % EVERY:
+            return
+        changed = []
+        for inputs, mask in self.replace(*segment):
+            changes = (predict(inputs)[0] - nats).abs()[mask]
+            changed.append(int((~(changes <= self.tolerance)).sum()))
+        self.found += Reads(*changed)
+
+    def result(self) -> Reads:
+        """Return what was found in this process's batches."""
+        return self.found
+
+
 @torch.no_grad()
 def _predictions(
     model: LanguageModel,
@@ -380,18 +462,26 @@ def _predictions(
     state = None
     forward = runtime.forward(model)
 
-    def predict(targets: Tensor, collect_stats: bool, inputs: Tensor) -> tuple[Tensor, ModelOut]:
-        inputs, targets = runtime.to_device(inputs, targets)
+    def predict(
+        targets: Tensor, lengths: list[Tensor], collect_stats: bool, inputs: Tensor
+    ) -> tuple[Tensor, ModelOut]:
+        inputs, targets, *valid = runtime.to_device(inputs, targets, *lengths)
+        keywords = dict(zip(("valid",), valid, strict=False))
         with runtime.autocast():
-            out = forward(inputs, state if carry else None, collect_stats=collect_stats)
-        nats = F.cross_entropy(out.logits.transpose(1, 2), targets, reduction="none")
-        return nats.float().cpu(), out
+            past = state if carry else None
+            out = forward(inputs, past, collect_stats=collect_stats, **keywords)
+        # one prediction for each target, also of a pooled model
+        logits = out.logits.view(*targets.shape, -1)
+        nats = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+        return nats.float().cpu(), out._replace(logits=logits)
 
-    for index, (inputs, targets, mask) in enumerate(batches):
-        predict_batch = partial(predict, targets, stats_from is not None and index >= stats_from)
+    for index, segment in enumerate(batches):
+        inputs, targets, mask, *lengths = segment
+        collect_stats = stats_from is not None and index >= stats_from
+        predict_batch = partial(predict, targets, lengths, collect_stats)
         nats, out = predict_batch(inputs)
         correct = out.logits.argmax(-1).cpu() == targets
         if check is not None:
-            check.compare(index, inputs, mask, nats, predict_batch)
+            check.compare(index, segment, nats, predict_batch)
         state = out.state
         yield nats, correct, mask, out.stats

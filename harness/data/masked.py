@@ -1,0 +1,96 @@
+"""Masked windows: bytes of a window are selected, and predicted from the others (1810.04805, 3.1).
+Every window has as many selected bytes as any other. In training, 8 of 10 selected bytes are
+hidden, 1 is replaced by a random byte, and 1 stays; in scoring all are hidden. Selections of a step
+depend only on seed, step and row, those of a score only on the number of the window."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.data.streams import (
+    UNSHARDED,
+    Batches,
+    Segment,
+    Shard,
+    Streams,
+    row_batches,
+    shard_slice,
+)
+from harness.hashing import integer_hash
+
+UNSCORED = -100
+"""The target of a byte that is not predicted, as ``torch.nn.functional.cross_entropy`` ignores
+it."""
+# first keys of the hash, other than those of harness/data/streams.py and harness/objective
+_SELECTED = 6
+_CHANGED = 7
+_SCORED = 8
+
+
+class MaskedWindows(Streams):
+    """Training batches: windows of ``Streams`` without carried state, with a share ``rate`` of
+    their bytes selected."""
+
+    def __init__(self, split: Tensor, *, rate: float, vocabulary: int, **layout: object):
+        super().__init__(split, carry=False, **layout)
+        self.rate = rate
+        self.vocabulary = vocabulary
+
+    def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of a step, counted from 0, for a shard's windows: int32 ``[B,
+        T]`` each. Targets of bytes that are not selected are ``UNSCORED``."""
+        tokens, _ = super().batch(step, shard=shard)
+        rows = np.arange(self.streams)[shard_slice(self.streams, shard), None]
+        keys = (self.seed, step, rows)
+        selected = select(_SELECTED, *keys, width=self.segment, rate=self.rate)
+        draws = integer_hash(_CHANGED, *keys, np.arange(self.segment)) % np.uint64(
+            10 * self.vocabulary
+        )
+        byte, change = map(torch.from_numpy, np.divmod(draws.astype(np.int64), 10))
+        inputs = hide(tokens, selected & (change < 8), vocabulary=self.vocabulary)
+        inputs = torch.where(selected & (change == 8), byte, inputs)
+        return inputs.int(), torch.where(selected, tokens, UNSCORED).int()
+
+
+def select(*keys: int | np.ndarray, width: int, rate: float) -> Tensor:
+    """Return which bytes of each row are selected, bool ``[B, T]``: a share ``rate``, rounded, but
+    at least one. The last of ``keys`` has a number for each row, ``[B, 1]``."""
+    order = np.argsort(integer_hash(*keys, np.arange(width)), axis=1, kind="stable")
+    selected = np.zeros(order.shape, bool)
+    np.put_along_axis(selected, order[:, : max(1, round(rate * width))], True, axis=1)
+    return torch.from_numpy(selected)
+
+
+def hide(tokens: Tensor, hidden: Tensor, *, vocabulary: int) -> Tensor:
+    """Return ``tokens [B, T]`` with the id after all others where ``hidden [B, T]`` is true."""
+    return torch.where(hidden, vocabulary, tokens)
+
+
+def whole_windows(split: Tensor, *, window: int, n_bytes: int | None = None) -> Tensor:
+    """Return the windows of ``split [n]``, ``[N, T]``, without the bytes after the last whole one;
+    with ``n_bytes`` as many of them, at least one, spread evenly over the split."""
+    windows = split[: len(split) // window * window].view(-1, window)
+    if n_bytes is None:
+        return windows
+    n_sampled = max(1, min(n_bytes // window, len(windows)))
+    return windows[torch.arange(n_sampled) * len(windows) // n_sampled]
+
+
+def select_scored(rows: Tensor, *, width: int, rate: float) -> Tensor:
+    """Return which bytes of the windows with the numbers ``rows [B]`` are scored, bool ``[B,
+    T]``."""
+    return select(_SCORED, rows.numpy()[:, None], width=width, rate=rate)
+
+
+def scored_windows(
+    windows: Tensor, *, rate: float, vocabulary: int, batch: int, shard: Shard = UNSHARDED
+) -> Batches:
+    """Return the ``row_batches`` of ``windows [N, T]``, whose targets are all bytes. The mask is
+    true for the selected ones."""
+
+    def read(rows: Tensor) -> Segment:
+        tokens = windows[rows].long()
+        selected = select_scored(rows, width=windows.shape[1], rate=rate)
+        return hide(tokens, selected, vocabulary=vocabulary).int(), tokens, selected
+
+    return row_batches(len(windows), batch=batch, shard=shard, read=read)

@@ -1,0 +1,59 @@
+"""Objective: what the objectives have in common."""
+
+from torch import Tensor
+
+from harness.data.corpora import Corpus
+from harness.data.masked import MaskedWindows
+from harness.data.sequences import Sequences
+from harness.data.streams import Streams
+from harness.data.texts import TextBatches, Texts
+from harness.device.runtime import Runtime
+from harness.objective.scoring import MISREAD, misread
+from harness.plan.build import Plan
+
+Part = Tensor | Texts
+"""The part of a split that is scored: token ids, uint8 ``[n]``, or texts."""
+
+
+class Objective:
+    """What a run is trained for, made once from its plan, corpus and device. ``unit`` is that of
+    its scores, ``scored`` what they are means of. ``batches`` are those of training. ``failed`` is
+    the value of ``check`` in the row of a final score whose check fails, and ``explain(row)`` what
+    shows it. ValueError if the corpus is too short.
+
+    Each objective has the methods ``score_sample(model, part, pairs=..)``, of about so many bytes,
+    and ``final(model, part, trained_bytes=..)``, with the check. They return the score of a part
+    and further keys of its row. ``baselines(part, trained_bytes=..)`` returns bits per prediction
+    by compressors, or by counts of so many bytes of train."""
+
+    unit: str
+    scored: str
+    failed = MISREAD
+    explain = staticmethod(misread)
+    batches: Streams | Sequences | MaskedWindows | TextBatches
+
+    def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
+        self.plan = plan
+        self.runtime = runtime
+        self.corpus = corpus
+        self.train_bytes = len(corpus.splits["train"])  # of an epoch
+        # bytes of a row in a forward pass of scores, and number of rows
+        self.scored_segment = plan.batch.segment
+        self.scored_rows = max(1, plan.eval.streams * plan.eval.segment // plan.batch.segment)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits that are scored at the end."""
+        if self.plan.eval.test:
+            return ("valid", "test")
+        return ("valid",)
+
+    def reported_part(self, split: str, *, limit: int | None = None) -> Part:
+        """Return the part of a split that is scored at the end, or at most its first ``limit``
+        bytes."""
+        selection_bytes = self.plan.eval.selection_bytes
+        return self.corpus.scored_part(split, selection_bytes=selection_bytes, limit=limit)
+
+    def selection_part(self) -> Part:
+        """Return the part of valid that selects the best weights."""
+        return self.corpus.selection_part(self.plan.eval.selection_bytes)
