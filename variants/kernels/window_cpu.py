@@ -85,7 +85,6 @@ def attend(
         inputs = inputs._replace(vectors=inputs.vectors[:n_distances])
     if past and inputs.key_bias is not None:
         inputs = inputs._replace(key_bias=torch.cat([_past_biases(past), inputs.key_bias], dim=2))
-    part_of_head = [index for index, part in enumerate(past) for _ in range(part.k.shape[1])]
     named = {name: getattr(inputs, name) for name in (*DIFFERENTIABLE, "sink")}
     named |= dict(zip(CHUNK_NAMES, chunk_keys or (), strict=False))
     for i, part in enumerate(past):
@@ -94,7 +93,7 @@ def attend(
     named = {name: x.to(dtype) for name, x in named.items() if x is not None}
     if inputs.bias is not None:
         named["bias"] = inputs.bias
-    return _Attend.apply([*named], part_of_head, window, *named.values()).to(q.dtype)
+    return _Attend.apply([*named], window, *named.values()).to(q.dtype)
 
 
 def _past_biases(past: Sequence[PastKV]) -> Tensor:
@@ -107,12 +106,10 @@ def _past_biases(past: Sequence[PastKV]) -> Tensor:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, names: list[str], part_of_head: list[int], window: Window, *tensors: Tensor
-    ) -> Tensor:
+    def forward(ctx, names: list[str], window: Window, *tensors: Tensor) -> Tensor:
         named = dict(zip(names, tensors, strict=True))
         ctx.names = names
-        ctx.sizes = (part_of_head, window.max_keys, window.shift, window.ramp)
+        ctx.sizes = (window.max_keys, window.shift, window.ramp)
         y, lse, _ = _forward(*_kernel_inputs(named), *ctx.sizes)
         if CHUNK_NAMES[0] in named:
             y, lse = merge_chunk_keys(
@@ -129,7 +126,7 @@ class _Attend(torch.autograd.Function):
         *tensors, y, lse = ctx.saved_tensors
         named = dict(zip(ctx.names, tensors, strict=True))
         needed = {
-            name for name, needs in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needs
+            name for name, needs in zip(ctx.names, ctx.needs_input_grad[2:], strict=True) if needs
         }
         names, tensors = _kernel_inputs(named)
         past = {name for name in named if "_old" in name}
@@ -155,7 +152,7 @@ class _Attend(torch.autograd.Function):
                 gradients["q"] = gradients["q"] + dq
         if "sink" in needed:
             gradients["sink"] = sink_gradient((g * y).sum(-1), lse, named["sink"])
-        return None, None, None, *(gradients.get(name) for name in ctx.names)
+        return None, None, *(gradients.get(name) for name in ctx.names)
 
 
 def _kernel_inputs(named: dict[str, Tensor]) -> tuple[str, list[Tensor]]:
@@ -169,18 +166,14 @@ def _kernel_inputs(named: dict[str, Tensor]) -> tuple[str, list[Tensor]]:
 def _forward(
     names: str,
     tensors: list[Tensor],
-    part_of_head: list[int],
     max_keys: list[int],
     shift: int,
     ramp: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output ``[B, H, T, K]``, log-sum-exp ``[B, H, T]`` (inf for a query that sees no key),
-    and executed FLOPs.
-
-    The first tensor is q; ``part_of_head`` has the index of each head's part of the past."""
+    and executed FLOPs. The first tensor is q."""
     call = _call(
         dict(zip(names.split(), tensors, strict=True)),
-        part_of_head,
         max_keys,
         shift,
         ramp,
@@ -193,12 +186,12 @@ def _forward(
 
 @torch.library.custom_op("windtunnel::window_backward", mutates_args=(), device_types="cpu")
 def _backward(
-    g: Tensor, y: Tensor, lse: Tensor, names: str, tensors: list[Tensor], part_of_head: list[int],
-    max_keys: list[int], shift: int, ramp: int, gradient_names: str,
+    g: Tensor, y: Tensor, lse: Tensor, names: str, tensors: list[Tensor], max_keys: list[int],
+    shift: int, ramp: int, gradient_names: str,
 ) -> list[Tensor]:  # fmt: skip
     """Return gradients of the tensors in ``gradient_names``, and executed FLOPs."""
     named = dict(zip(names.split(), tensors, strict=True))
-    call = _call(named, part_of_head, max_keys, shift, ramp, backward=True)
+    call = _call(named, max_keys, shift, ramp, backward=True)
     returned = [_empty_like(named[name]) for name in gradient_names.split()]
     # The kernel always writes the gradients of queries.
     gradients = {name: _empty_like(named[name]) for name in ("q", "extra_q") if name in named}
@@ -207,7 +200,7 @@ def _backward(
         g=g, y=y, lse=lse, **{f"d{name}": x for name, x in gradients.items() if "_old" not in name}
     )
     if "k_old0" in gradients:
-        call.set_past(part_of_head, gradients, prefix="d")
+        call.set_past(gradients, prefix="d")
     return [*returned, call.run("backward")]
 
 
@@ -218,9 +211,7 @@ def _empty_outputs(names, tensors, *_):
 
 
 @_backward.register_fake
-def _empty_gradients(
-    g, y, lse, names, tensors, part_of_head, max_keys, shift, ramp, gradient_names
-):
+def _empty_gradients(g, y, lse, names, tensors, max_keys, shift, ramp, gradient_names):
     named = dict(zip(names.split(), tensors, strict=True))
     return [
         *(_empty_like(named[name]) for name in gradient_names.split()),
@@ -276,25 +267,15 @@ class _Call(ctypes.Structure):
             if has_strides:
                 setattr(self, f"{name}_", _Strides(*x.stride()[:3]))
 
-    def set_past(
-        self, part_of_head: list[int], named: dict[str, Tensor], *, prefix: str = ""
-    ) -> None:
+    def set_past(self, named: dict[str, Tensor], *, prefix: str = "") -> None:
         """Point to keys and values of the past, or to their gradients, head by head."""
         for name in ("k_old", "v_old"):
-            parts = [named[f"{name}{i}"] for i in range(max(part_of_head) + 1)]
+            parts = [x for key, x in named.items() if key.startswith(name)]
             parts = [x if x.stride(-1) == 1 else x.contiguous() for x in parts]
-            heads = []
-            for h, part in enumerate(part_of_head):
-                x = parts[part]
-                index = part_of_head[:h].count(part)
-                heads.append(
-                    _Rows(
-                        x.data_ptr() + index * x.stride(1) * x.element_size(),
-                        x.stride(0),
-                        x.stride(2),
-                    )
-                )
-            rows = (_Rows * len(heads))(*heads)
+            heads = [head for x in parts for head in x.unbind(1)]  # [B, P, K]
+            rows = (_Rows * len(heads))(
+                *(_Rows(x.data_ptr(), x.stride(0), x.stride(1)) for x in heads)
+            )
             self.alive += [*parts, rows]
             setattr(self, prefix + name, rows)
 
@@ -309,7 +290,6 @@ class _Call(ctypes.Structure):
 
 def _call(
     named: dict[str, Tensor],
-    part_of_head: list[int],
     max_keys: list[int],
     shift: int,
     ramp: int,
@@ -330,15 +310,16 @@ def _call(
         call.biases = named["key_bias"].shape[2]
     call.distances = max(max_keys)
     # keys of each head's past
-    past = [named[f"k_old{part}"].shape[2] for part in part_of_head] or [0] * q.shape[1]
+    parts = [x for name, x in named.items() if name.startswith("k_old")]
+    past = [x.shape[2] for x in parts for _ in range(x.shape[1])] or [0] * q.shape[1]
     direct = {
         name: x
         for name, x in named.items()
         if name not in ("z", "bias", "vectors") and "_old" not in name
     }
     call.set_pointers(**direct, past=torch.tensor(past))
-    if part_of_head:
-        call.set_past(part_of_head, named)
+    if parts:
+        call.set_past(named)
     visible_keys = list(max_keys)
     # to the end of the closed ramp; rounded as in soft_mask, to agree with it at kinks
     if z is not None:
