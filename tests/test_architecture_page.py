@@ -8,7 +8,7 @@ from types import CodeType
 
 import pytest
 
-from harness.loop import trainer
+from harness.objective import causal_lm
 from harness.record import rows
 from tests.support import small_runs
 from tests.support.command_line import GENERATED, ROOT, empty_folder, train  # noqa: F401 - a fixture
@@ -49,7 +49,7 @@ def test_the_page_names_the_files_of_the_call_stacks(cwd, monkeypatch):
         monkeypatch.setattr(module, name, watched)
 
     watch(window_cpu, "_call", "kernel")
-    watch(trainer, "score_stream", "score")
+    watch(causal_lm, "score_stream", "score")
     watch(rows.Record, "append", "row")
     outcome = train(*GENERATED, "variant=mhsa", "eval.every=0.5")
     assert outcome.code == 0, outcome
@@ -62,7 +62,7 @@ def test_the_page_names_the_files_of_the_call_stacks(cwd, monkeypatch):
         list(dict.fromkeys(steps[0])) == files_on_page("A batch")
         and len(files_on_page("A batch")) <= 14
     )
-    folders = ("harness/loop", "harness/record/rows")
+    folders = ("harness/loop", "harness/objective", "harness/record/rows")
     listed_files = [path for path in files_on_page("A number") if path.startswith(folders)]
     visited = {path for stack in stacks["score"] + stacks["row"] for path in stack}
     outer_files = {"train.py", "harness/compose/cli.py", "harness/device/processes.py"}
