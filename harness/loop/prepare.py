@@ -7,7 +7,6 @@ import re
 import sys
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig
 
 from harness import source
@@ -104,12 +103,12 @@ def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGr
 
 
 def _warn_of_cut_texts(plan: Plan, corpus: corpora.Corpus) -> None:
-    lengths = torch.cat([texts.lengths for texts in corpus.texts.values()])
-    longest = plan.batch.segment
-    if n_cut := int((lengths > longest).sum()):
+    segment = plan.batch.segment
+    n_cut = sum(int((texts.lengths > segment).sum()) for texts in corpus.texts.values())
+    if n_cut:
         print(
-            f"WARNING: {n_cut:,} of {len(lengths):,} texts have more than batch.segment={longest} "
-            f"bytes (at most {int(lengths.max()):,}); their first {longest} are read",
+            f"WARNING: {n_cut:,} texts have more than batch.segment={segment} bytes; their first "
+            f"{segment} are read",
             file=sys.stderr,
         )
 

@@ -274,7 +274,9 @@ class Run:
         )
         self._display.phase("scoring a sample of valid")
         with self._outside_training_peak():
-            score, answers = trainer.evaluate_sample(split, pairs=size)
+            trainer.check_weights()
+            with trainer.whole_parameters():
+                score, answers = objective.score_sample(trainer.model, split, pairs=size)
             state.validated = Validated(
                 bytes=state.spent.bytes, fraction=trainer.fraction, size=size
             )

@@ -240,12 +240,6 @@ class Trainer:
         with self.whole_parameters():
             return self.objective.score(self.model, part, **options)
 
-    def evaluate_sample(self, part: Part, *, pairs: int) -> tuple[Score, dict]:
-        """Score a sample of ``pairs`` bytes; return also further keys of its row."""
-        self.check_weights()
-        with self.whole_parameters():
-            return self.objective.score_sample(self.model, part, pairs=pairs)
-
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Context in which parameters are complete, for reading."""
         distributed = self.optimizers.distributed
