@@ -122,10 +122,10 @@ def missing_note(path: Path, *stages: str) -> str:
     """Return a paragraph with the number of missing runs of each mechanism in stages of
     ``bench.evidence``, if there are any."""
     counts = Counter(run["variant"] for run in missing_runs(path, *stages))
-    names = ", ".join(f"`{name}` ({count})" for name, count in counts.items())
+    names = ", ".join(f"{count} of `{name}`" for name, count in counts.items())
     commands = ", ".join(f"`python -m bench.evidence stage={stage}`" for stage in stages)
     if counts:
-        return f"\n\nRuns that are missing ({commands}): {names}."
+        return f"\n\nRuns still to come ({commands}): {names}."
     return ""
 
 

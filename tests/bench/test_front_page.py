@@ -127,7 +127,7 @@ def test_the_table_has_baselines_intervals_costs_and_compressors_in_order_of_sco
         "+0.1600 ± 0.0043",
     )
     assert "repeats" not in table, "a column that is empty in all rows is left out"
-    assert "`mhsa` (5)" in missing and "`linear`" not in missing, (
+    assert "5 of `mhsa`" in missing and "`linear`" not in missing, (
         "the runs of the new table are missing"
     )
 
@@ -140,7 +140,7 @@ def test_rows_with_windows_in_a_permutation_replace_the_older_ones(folder):
     write_lines(folder / "text.jsonl", rows)
     table = front_page.readme_table(folder)
     assert "| repeats, 32 to 512 |" in table and "| `mhsa` | 3 | 2.2100 | 1.250 | +0.0 |" in table
-    assert "`mhsa` (2)" in table and "`adaptive_span` (5)" in table and "2.3100" not in table
+    assert "2 of `mhsa`" in table and "5 of `adaptive_span`" in table and "2.3100" not in table
 
 
 def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder):
@@ -155,7 +155,7 @@ def test_the_results_page_has_every_table_and_names_runs_without_a_score(folder)
         "- Test: bzip2 -9 2.5000, xz -9e 2.7000\n",
         "- Standard deviation of a difference between two runs of one seed: 0.0010, 2 degrees of "
         "freedom",
-        "Runs that are missing (`python -m bench.evidence stage=text_bytes`): `mhsa_alibi` (8)",
+        "Runs still to come (`python -m bench.evidence stage=text_bytes`): 8 of `mhsa_alibi`",
         "### Generation, ms per byte",
         "No row yet of `python -m bench.cost mode=cold`.",
         "| mechanism | 1 | 2 to 512 |",
@@ -297,7 +297,7 @@ def test_runs_of_several_budgets_are_a_table_and_a_figure(folder):
     write_lines(folder / "text_bytes.jsonl", rows)
     text = published.results_sections(folder)
     assert "| mechanism | 0.85 MB, 0.25 epochs | 3.4 MB, 1 epochs |" in text
-    assert "| `mhsa` | 2.5000 (n=1) | 2.3000 (n=1) |" in text and "`mhsa` (6)" in text
+    assert "| `mhsa` | 2.5000 (n=1) | 2.3000 (n=1) |" in text and "6 of `mhsa`" in text
     assert front_page.bytes_png(folder).startswith(b"\x89PNG")
 
 
