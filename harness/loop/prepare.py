@@ -126,7 +126,10 @@ def make_plan(cfg: DictConfig) -> Plan:
     names key, value and what is allowed."""
     plan = plan_run(cfg, sweeping=is_sweep())
     _check_name(plan, typed="variant.name" in typed_keys())
-    resolved = resolve_auto(plan.runtime)
+    runtime = plan.runtime
+    if plan.objective.name == "classify" and runtime.compile == "auto":
+        runtime = dataclasses.replace(runtime, compile=False)
+    resolved = resolve_auto(runtime)
     section = plan.config["runtime"] | {
         "precision": resolved.precision,
         "compile": resolved.compile,

@@ -36,6 +36,8 @@ def check_objective(plan: RunSettings) -> None:
     if name == "classify" and plan.data["name"] not in LABELLED:
         corpora = ", ".join(LABELLED)
         raise ValueError(f"data={plan.data['name']}: has no labels; {allowed} are {corpora}")
+    if name == "classify" and plan.runtime.compile is True:  # texts have many lengths
+        raise ValueError(f"runtime.compile=true: {allowed} are false, auto")
     if name == "classify" and plan.init_from.restore == "everything":
         raise ValueError(
             f"init_from.restore=everything: {allowed} is weights, because the head is a new one"

@@ -71,6 +71,10 @@ MISTAKES = {
     "data=enwik8: has no labels; allowed with objective=classify are listops, labelled": (
         "objective=classify",
     ),
+    "runtime.compile=true: allowed with objective=classify are false, auto": (
+        *OBJECTIVES["classify"],
+        "runtime.compile=true",
+    ),
     "init_from.restore=everything: allowed with objective=classify is weights": (
         *OBJECTIVES["classify"],
         "init_from.run=x",
