@@ -121,7 +121,7 @@ def test_the_python_example_of_the_readme_runs(run, monkeypatch, capsys):
     assert len(lines.splitlines()) <= 10
     monkeypatch.chdir(run.parents[1])
     exec(lines, {})
-    assert "adaptive_span_memory recall" in capsys.readouterr().out
+    assert "bits per byte" in capsys.readouterr().out
 
 
 def test_all_commands_open_a_run_folder_by_the_same_function():
