@@ -73,6 +73,7 @@ def main(cfg: DictConfig) -> None:
     from harness.check.conformance import findings, named_kind
     from harness.device.selection import device_kind
     from harness.plan.settings import RuntimeSettings, parse_section, parse_setting
+    from variants.conformance import AT_RUN_SIZES
 
     name = cfg.variant.name
     typed = {word.lstrip("+~").partition("=")[0] for word in task_words(HydraConfig.get())}
@@ -102,11 +103,14 @@ def main(cfg: DictConfig) -> None:
         for combination, plan in plans:
             progress.begin(f"checking {combination}", seconds=COMBINATION_SECONDS)
             found[str(combination)] = findings(plan)
-        progress.begin(
-            "checking the sizes of the run, which take longest", seconds=RUN_SIZES_SECONDS
-        )
+        progress.begin("checking the sizes of the run, which take longest", seconds=0.0)
+        at_sizes = []
         try:
-            found["sizes of the run"] = findings_at_run_sizes(plans[0][0])
+            for finding in findings_at_run_sizes(plans[0][0]):
+                at_sizes.append(finding)
+                each = RUN_SIZES_SECONDS / (len(AT_RUN_SIZES) + 1)
+                progress.begin(f"checked: {finding.promise}", seconds=each)
+            found["sizes of the run"] = at_sizes
         except MISTAKES:  # what was found before may explain it
             progress.stop()
             print(*itertools.starmap(_details, found.items()), sep="\n")
@@ -189,8 +193,8 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
             yield combination._replace(backend="plain"), plain_plan(plan)
 
 
-def findings_at_run_sizes(combination: Combination) -> list:
-    """Return findings at the sizes that ``train.py`` would use with the typed overrides. If the
+def findings_at_run_sizes(combination: Combination) -> Iterator:
+    """Yield findings at the sizes that ``train.py`` would use with the typed overrides. If the
     mechanism refuses these overrides, the choices of ``combination`` are added to them."""
     from harness.check.admission import findings_at_sizes
 
@@ -201,7 +205,7 @@ def findings_at_run_sizes(combination: Combination) -> list:
         plan = _training_plan(
             f"position={position}", f"model.cache={cache}", f"model.attend_self={attend_self}"
         )
-    return list(findings_at_sizes(plan))
+    yield from findings_at_sizes(plan)
 
 
 def _training_plan(*words: str):

@@ -28,7 +28,7 @@ from bench.tables.frame import Rows
 from bench.tables.means import BITS, mean_rows
 from bench.tables.runs import basis, run_groups
 from bench.tables.spans import span_curves, span_figure
-from harness.record.cells import MIB, join_words, pluralize
+from harness.record.cells import MIB, join_words, pluralize, score_unit
 from harness.record.table import Drawing
 
 RUN_COSTS = {
@@ -92,7 +92,8 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     machine = ""
     if len(costs) > 1:
         machine = _machine(last)
-    title = "Bits per byte against cost"
+    unit = score_unit(last)
+    title = f"{unit.capitalize()} against cost"
     figure, axes = panels(
         1,
         len(costs),
@@ -113,7 +114,7 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
             arm = f"{row['arm']} (n={row['n']})"
             ax.plot(x, bits.mean(), **style, linestyle="none", markersize=7, alpha=0.85, label=arm)
         scale_axis(ax.xaxis, [row[key] / divisor for row in rows])
-        ax.set(xlabel=label, ylabel=f"{split} bits per byte")
+        ax.set(xlabel=label, ylabel=f"{split} {unit}")
     add_legend(axes[-1])
     caption = "Lower and further left is better. Vertical lines are the range over seeds. "
     caption += f"Budget: {budget_words(last['budget'])}."
@@ -132,6 +133,7 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
         return
     styles = variant_styles(arms["variant"])
     levels = []
+    unit = score_unit(arms["row"].iloc[-1])
     title = "Learning curves"
     height = max(4.6, 1.6 + 0.17 * len(means))
     subtitle = data_words(arms["row"])
@@ -157,13 +159,13 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
         levels += [*curve[curve.index >= FREE_SHARE * curve.index.max()]]
     margin = 0.05 * (max(levels) - min(levels)) or 0.1
     series = join_words(sorted({SERIES[curve.name] for curve in means.values()}))
-    ax.set(xlabel="bytes seen", xlim=(0, None), ylabel=f"bits per byte of {series}")
+    ax.set(xlabel="bytes seen", xlim=(0, None), ylabel=f"{unit} of {series}")
     ax.set_ylim(min(levels) - margin, max(levels) + margin)
     ax.xaxis.set_major_formatter(EngFormatter(unit="B", sep=" "))
     ax.xaxis.set_major_locator(MaxNLocator(6))
-    add_legend(ax, title="name: final bits per byte of valid")
+    add_legend(ax, title=f"name: final {unit} of valid")
     caption = (
-        f"Mean bits per byte of {series} over seeds, during training. The first fifth of a line "
+        f"Mean {unit} of {series} over seeds, during training. The first fifth of a line "
         "may lie outside the axes. Numbers in the legend are the final scores, of the selected "
         "weights on the bytes of valid that do not select them, so they are no points of the lines."
     )

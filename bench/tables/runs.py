@@ -1,6 +1,7 @@
 """Tables of comparable runs: means over seeds, differences from the reference, time and memory."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pandas as pd
 
@@ -8,7 +9,14 @@ from bench.tables import compare
 from bench.tables.columns import columns
 from bench.tables.frame import COPIES, Rows
 from bench.tables.means import BITS, SPLITS, mean_rows
-from harness.record.cells import CAPPED_MARK, join_words, make_table, pluralize
+from harness.record.cells import (
+    BITS_PER_BYTE,
+    CAPPED_MARK,
+    join_words,
+    make_table,
+    pluralize,
+    score_unit,
+)
 from harness.record.comparison import is_shipped
 from harness.record.table import Table
 
@@ -60,9 +68,14 @@ def run_tables(rows: Rows) -> Iterator[Table]:
             notes.append(
                 f"Time and memory are in runs.csv only, because these runs differ in {unequal}."
             )
+        unit = score_unit(last)
+        scores = [
+            replace(column, heading=column.heading.replace(BITS_PER_BYTE, unit))
+            for column in columns("runs", distances=_copies(arms))
+        ]
         yield make_table(
             [*means, *_compressors(last)],
-            columns("runs", distances=_copies(arms)) + costs,
+            scores + costs,
             name=f"runs-{index}",
             title=_title(arms, last),
             caption=caption,

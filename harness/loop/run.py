@@ -23,7 +23,7 @@ from harness.loop.state import Validated
 from harness.loop.trainer import Trainer
 from harness.plan.build import Plan
 from harness.record import checkpoint
-from harness.record.cells import duration
+from harness.record.cells import duration, score_unit
 from harness.record.closing_table import (
     bits,
     data_label,
@@ -418,7 +418,7 @@ class Run:
         """Print the closing table and W&B's hint, or for a job of a sweep one line."""
         if self.plan.sweeping:
             scores = ", ".join(f"{split} {bits(row, split=split)}" for split in scored_splits(row))
-            print(f"finished: {self.folder.path}  {scores} bits per byte")
+            print(f"finished: {self.folder.path}  {scores} {score_unit(row)}")
         elif self._is_main:
             print_closing_table(row)
             generates = self.plan.objective.name == "causal_lm"

@@ -1,7 +1,7 @@
 """Cells of tables, such as a number as text with its unrounded value, and functions for texts of
 captions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from harness.record.table import Cell, Column, Table
@@ -9,10 +9,18 @@ from harness.record.table import Cell, Column, Table
 KIB = 2**10
 MIB = 2**20
 EMPTY = Cell(text="")
+BITS_PER_BYTE = "bits per byte"
+UNITS = {"masked_lm": "bits per masked byte", "classify": "bits per label"}
+"""Units of scores by objective, if not bits per byte."""
 CAPPED_MARK = "*"  # mark of a score of the first bytes of a split only
 MIN_CALLS = 20
 """Fewest timed calls for which a 20th and an 80th percentile are reported; for fewer there is
 only the median."""
+
+
+def score_unit(row: Mapping) -> str:
+    """Return the unit of the scores of a row, which is that of its objective."""
+    return UNITS.get(row["protocol"].get("objective"), BITS_PER_BYTE)
 
 
 def text(content: object) -> Cell:

@@ -20,8 +20,6 @@ COMPRESSORS = {
     "both": "counts, both neighbours",
 }
 """Labels by key of ``compressors`` in a summary."""
-UNITS = {"masked_lm": "bits per masked byte", "classify": "bits per label"}
-"""Units of scores by objective, if not bits per byte."""
 WINDOWS_LABEL = "window 1024, stride 512"  # label of the score without carried state
 
 
@@ -29,8 +27,7 @@ def print_closing_table(summary: dict) -> None:
     """Print scores and costs of a finished run."""
     splits = scored_splits(summary)
     print(f"\n{summary['variant']}, seed {summary['seed']}\n{data_label(summary['data'])}\n")
-    unit = UNITS.get(summary["protocol"].get("objective"), "bits per byte")
-    print(f"{unit:<24}" + "".join(f"{split:>10}" for split in splits))
+    print(f"{cells.score_unit(summary):<24}" + "".join(f"{split:>10}" for split in splits))
     for label, numbers in _score_rows(summary, splits):
         texts = [
             _score_text(summary, number, split=split)
