@@ -137,10 +137,10 @@ def test_a_users_code_that_exits_is_an_error(cwd, imports, place):
 
 def test_any_exit_that_is_not_of_ours_is_an_error(cwd, monkeypatch):
     module = ModuleType("theirs")
-    exec("import sys\ndef leave(*_, **__):\n    sys.exit()", vars(module))
+    exec("import sys\ndef leave(*_, **__):\n    sys.exit(0)", vars(module))
     monkeypatch.setattr("harness.trained.open_trained", module.leave)
     outcome = call("bench/evaluate.py", "run=outputs/latest")
-    assert outcome.code == 2 and outcome.err == "error: the code of theirs calls exit(None)\n", (
+    assert outcome.code == 2 and outcome.err == "error: the code of theirs calls exit(0)\n", (
         outcome
     )
 
