@@ -11,7 +11,12 @@ import pytest
 from harness.objective import causal_lm
 from harness.record import rows
 from tests.support import small_runs
-from tests.support.command_line import GENERATED, ROOT, empty_folder, train  # noqa: F401 - a fixture
+from tests.support.command_line import (
+    GENERATED,
+    ROOT,
+    empty_folder,  # noqa: F401 - a fixture
+    train,
+)
 from tests.walks import Walk
 from variants.kernels import window_cpu
 

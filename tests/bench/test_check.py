@@ -18,7 +18,11 @@ from harness.check.conformance import (
 from harness.check.small import shrink
 from harness.count.ideal import ideal_excuses
 from harness.plan.build import Plan, plan_run
-from tests.harness.test_outside_variant import MIXER, forget_imports, write  # noqa: F401 - a fixture
+from tests.harness.test_outside_variant import (
+    MIXER,
+    forget_imports,  # noqa: F401 - a fixture
+    write,
+)
 from tests.support.command_line import CommandOutcome, call, empty_folder  # noqa: F401 - a fixture
 from tests.support.promises import Gate
 from tests.support.small_configs import compose_config

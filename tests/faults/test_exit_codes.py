@@ -13,7 +13,12 @@ from harness.failures import (
     failure_class,
 )
 from harness.loop.run import Run
-from tests.support.command_line import GENERATED, empty_folder, summaries, train  # noqa: F401 - a fixture
+from tests.support.command_line import (
+    GENERATED,
+    empty_folder,  # noqa: F401 - a fixture
+    summaries,
+    train,
+)
 
 ERRORS = [
     (ZeroDivisionError("a bug"), 1, "failed"),

@@ -13,7 +13,13 @@ from harness import cache
 from harness.failures import StorageFailure
 from harness.record.folder import LOCK
 from harness.record.rows import RECORD, SUMMARY
-from tests.support.small_runs import make_run, rows_of, run_to_end, temporary_cwd, whole_run  # noqa: F401
+from tests.support.small_runs import (
+    make_run,
+    rows_of,
+    run_to_end,
+    temporary_cwd,  # noqa: F401 - a fixture
+    whole_run,
+)
 
 WORDS = ("record.every_steps=1", "checkpoint.every_steps=2", "budget.steps=8", "eval.test=false")
 FILES = (LOCK, RECORD, SUMMARY, "step-")

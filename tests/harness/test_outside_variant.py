@@ -140,9 +140,7 @@ def test_any_exit_that_is_not_of_ours_is_an_error(cwd, monkeypatch):
     exec("import sys\ndef leave(*_, **__):\n    sys.exit(0)", vars(module))
     monkeypatch.setattr("harness.trained.open_trained", module.leave)
     outcome = call("bench/evaluate.py", "run=outputs/latest")
-    assert outcome.code == 2 and outcome.err == "error: the code of theirs calls exit(0)\n", (
-        outcome
-    )
+    assert outcome.code == 2 and outcome.err == "error: the code of theirs calls exit(0)\n", outcome
 
 
 def test_the_names_of_shipped_variants_are_reserved(cwd, imports):

@@ -15,7 +15,12 @@ from harness.device.worker_process import WorkerError
 from harness.plan.build import Plan, plan_run
 from harness.record.rows import RECORD, read_rows
 from tests.support.small_configs import TINY, compose_config, plan
-from tests.support.small_runs import make_run, run_to_end, stop, temporary_cwd  # noqa: F401 - a fixture
+from tests.support.small_runs import (
+    make_run,
+    run_to_end,
+    stop,
+    temporary_cwd,  # noqa: F401 - a fixture
+)
 from variants.kernels import chunked
 
 PASSED = (True, "1e-6 of the gradient of x")

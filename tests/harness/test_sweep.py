@@ -12,7 +12,14 @@ from omegaconf import OmegaConf
 
 from harness.device import torch_settings
 from harness.loop.trainer import Trainer
-from tests.support.command_line import GENERATED, ROOT, call, empty_folder, summaries, train  # noqa: F401
+from tests.support.command_line import (
+    GENERATED,
+    ROOT,
+    call,
+    empty_folder,  # noqa: F401 - a fixture
+    summaries,
+    train,
+)
 from tests.support.small_configs import jobs, plan
 
 

@@ -8,7 +8,15 @@ from torch import Tensor
 
 from tests.reference.feed_forward import feed_forward
 from tests.reference.product_key_memory import product_key_memory, queries
-from tests.support.reference_case import B, D, H, T, assert_same, normal, stream  # noqa: F401 - a fixture
+from tests.support.reference_case import (
+    B,
+    D,
+    H,
+    T,
+    assert_same,
+    normal,
+    stream,  # noqa: F401 - a fixture
+)
 
 pytestmark = pytest.mark.numeric
 
