@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.record import cells
+from harness.record.comparison import INCOMPARABLE_CHECKS
 
 COMPRESSORS = {
     "gzip": "gzip -9",
@@ -41,6 +42,8 @@ def print_closing_table(summary: dict) -> None:
         print(f"{label:<17}{text}")
     for split, n_bytes in summary["capped"].items():
         print(f"{cells.CAPPED_MARK} first {n_bytes:,} bytes of {split} only")
+    if summary.get("check") in INCOMPARABLE_CHECKS:
+        print(f"{summary['check'].upper()}: no table compares this run")
 
 
 def next_steps(folder: Path, *, upload: str, generates: bool) -> str:

@@ -138,6 +138,8 @@ def test_a_stopped_run_resumes_with_the_record_of_an_undisturbed_run(name, cwd, 
     differ = {key for key in summary if summary[key] != resumed_summary[key]}
     assert differ <= {"seconds", "bytes_per_second", "memory"}
     assert rows_of(resumed) == rows_of(undisturbed)
+    flops = summary["flops_per_byte"]
+    assert 0 < flops["ideal"] <= flops["executed"]
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
