@@ -21,9 +21,9 @@ def main(cfg: DictConfig) -> None:
     from bench.progress import Progress
     from harness import source
     from harness.loop.trainer import backend_of
+    from harness.objective.checks import NOT_CAUSAL
     from harness.objective.scoring import (
         CUTS,
-        NOT_CAUSAL,
         WINDOW_CUTS_SHARE,
         check_causality,
         score_context,
@@ -110,7 +110,7 @@ def main(cfg: DictConfig) -> None:
 
 def print_row(row: dict, folder: Path) -> None:
     """Print a row of ``evaluations.jsonl``, and draw its ``context_curve`` in the run folder."""
-    from harness.objective.scoring import NOT_CAUSAL, not_causal
+    from harness.objective.checks import NOT_CAUSAL, not_causal
     from harness.record.closing_table import WINDOWS_LABEL
 
     p = row["protocol"]

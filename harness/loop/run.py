@@ -428,4 +428,5 @@ class Run:
         number = "not finite"
         if bits is not None:
             number = f"{bits:.4f}"
-        return f"{number} {self.trainer.objective.unit}"
+        unit = score_unit({"protocol": self.plan.protocol()}).replace(" per ", "/")
+        return f"{number} {unit}"

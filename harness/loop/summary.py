@@ -97,9 +97,6 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
         text = trainer.corpus.scored_part("valid", **sizes)
         executed = forward_flops_per_byte(model, segment=segment, max_bytes=max_bytes, text=text)
     progress = trainer.progress()
-    ideal = model.ideal_flops()
-    if trainer.plan.objective.direction == "both":  # a window at an end of the text is shorter
-        ideal = round(model.needed_flops(segment, carried=0).forward)
     return Costs(
         bytes_seen=progress["bytes_seen"],
         epochs=progress["epochs"],
@@ -108,7 +105,7 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
         training_flops=progress["training_flops"],
         flops_per_byte=ForwardFlops(
             executed=executed.per_byte,
-            ideal=ideal,
+            ideal=trainer.ideal_flops(),
             unknown=executed.unknown,
             warm=executed.warm,
         ),

@@ -217,6 +217,14 @@ class Trainer:
         clock |= {"compile_seconds": self.state.compile_seconds}
         return row | {"training_flops": spent.flops, "clock": clock}
 
+    def ideal_flops(self) -> int:
+        """Return the ideal forward FLOPs per byte: after a full past; or, if both sides are seen,
+        of a text of the scored length, at whose ends windows are shorter."""
+        if self.plan.objective.direction == "causal":
+            return self.model.ideal_flops()
+        segment = self.objective.scored_segment
+        return round(self.model.needed_flops(segment, carried=0).forward)
+
     def train_row(self) -> Train:
         """Return a row of the steps since the last one."""
         progress = self.progress()
@@ -229,7 +237,7 @@ class Trainer:
             **progress,
             bits_per_byte=nats / math.log(2),
             learning_rate=self._learning_rate,
-            ideal_flops_per_byte=self.model.ideal_flops(),
+            ideal_flops_per_byte=self.ideal_flops(),
             metrics=self.model.metrics({}),
         )
 

@@ -10,12 +10,11 @@ from harness.data.streams import Streams, sample_layout, score_ranges
 from harness.device.runtime import Runtime
 from harness.model import LanguageModel
 from harness.objective import scoring
+from harness.objective.checks import NOT_CAUSAL, not_causal
 from harness.objective.objective import Objective
 from harness.objective.scoring import (
-    NOT_CAUSAL,
     Score,
     check_causality,
-    not_causal,
     score_sequences,
     score_stream,
     score_windows,
@@ -24,7 +23,6 @@ from harness.plan.build import Plan
 
 
 class CausalLM(Objective):
-    unit = "bits/byte"
     scored = "bytes"
     failed = NOT_CAUSAL
     explain = staticmethod(not_causal)

@@ -10,8 +10,9 @@ from harness.data.corpora import Corpus
 from harness.data.texts import TextBatches, Texts, scored_texts
 from harness.device.runtime import Runtime
 from harness.model import LanguageModel
+from harness.objective.checks import Replaced
 from harness.objective.objective import Objective
-from harness.objective.scoring import Replaced, Score, score_reads
+from harness.objective.scoring import Score, score_reads
 from harness.plan.build import Plan
 
 LABEL = "label"
@@ -20,7 +21,6 @@ Z = 1.959963984540054  # of a normal distribution, 97.5%
 
 
 class Classify(Objective):
-    unit = "bits/label"
     scored = "texts"
 
     def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
@@ -85,4 +85,5 @@ def wilson_interval(correct: Tensor) -> dict[str, float]:
     share = correct.double().mean().item()
     centre = (share + Z**2 / (2 * n)) / (1 + Z**2 / n)
     half = Z / (1 + Z**2 / n) * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
-    return {LABEL: share, "lower": centre - half, "upper": centre + half}
+    # rounded, the ends may lie outside of 0 and 1
+    return {LABEL: share, "lower": max(0.0, centre - half), "upper": min(1.0, centre + half)}

@@ -14,13 +14,13 @@ from harness.data.masked import (
 from harness.data.neighbour_counts import neighbour_bits
 from harness.device.runtime import Runtime
 from harness.model import LanguageModel
+from harness.objective.checks import Replaced
 from harness.objective.objective import Objective
-from harness.objective.scoring import Replaced, Score, score_reads
+from harness.objective.scoring import Score, score_reads
 from harness.plan.build import Plan
 
 
 class MaskedLM(Objective):
-    unit = "bits/masked byte"
     scored = "masked bytes"
 
     def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):

@@ -8,7 +8,7 @@ from harness.data.sequences import Sequences
 from harness.data.streams import Streams
 from harness.data.texts import TextBatches, Texts
 from harness.device.runtime import Runtime
-from harness.objective.scoring import MISREAD, misread
+from harness.objective.checks import MISREAD, misread
 from harness.plan.build import Plan
 
 Part = Tensor | Texts
@@ -16,8 +16,8 @@ Part = Tensor | Texts
 
 
 class Objective:
-    """What a run is trained for, made once from its plan, corpus and device. ``unit`` is that of
-    its scores, ``scored`` what they are means of. ``batches`` are those of training. ``failed`` is
+    """What a run is trained for, made once from its plan, corpus and device. ``scored`` is what its
+    scores are means of. ``batches`` are those of training. ``failed`` is
     the value of ``check`` in the row of a final score whose check fails, and ``explain(row)`` what
     shows it. ValueError if the corpus is too short.
 
@@ -26,7 +26,6 @@ class Objective:
     and further keys of its row. ``baselines(part, trained_bytes=..)`` returns bits per prediction
     by compressors, or by counts of so many bytes of train."""
 
-    unit: str
     scored: str
     failed = MISREAD
     explain = staticmethod(misread)

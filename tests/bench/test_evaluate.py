@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import evaluate
-from harness.objective import scoring
+from harness.objective import checks, scoring
 from harness.record import checkpoint
 from harness.record.folder import EVALUATIONS
 from tests.support.small_configs import CPU, compose_config
@@ -98,7 +98,7 @@ def test_repeats_of_real_text_have_the_same_bits_in_a_run_and_in_an_evaluation(t
 
 
 def test_windows_whose_causality_check_gives_nan_make_a_row_not_causal(trained, monkeypatch):
-    windows, future = scoring.score_windows, scoring.Future(1, 1, float("nan"), float("nan"))
+    windows, future = scoring.score_windows, checks.Future(1, 1, float("nan"), float("nan"))
 
     def checked(*a, future_seed: int, cuts: int, **k):
         return windows(*a, **k)._replace(future=future)

@@ -41,6 +41,9 @@ def test_the_score_is_that_of_each_text_alone_and_the_interval_is_wilsons():
     assert final.hidden_changed == 0 < final.visible_changed
     interval = wilson_interval(torch.arange(50) < 10)
     assert interval == pytest.approx({"label": 0.2, "lower": 0.1124375, "upper": 0.3303711})
+    for n in range(20, 50):  # rounding must not leave the range
+        assert wilson_interval(torch.zeros(n))["lower"] >= 0
+        assert wilson_interval(torch.ones(n))["upper"] <= 1
 
 
 def test_a_budget_counts_the_bytes_of_texts_and_no_padding():

@@ -11,7 +11,8 @@ import torch
 from harness.count.memory import Peak
 from harness.loop.step import train_step
 from harness.objective import causal_lm
-from harness.objective.scoring import NOT_CAUSAL, Future, score_stream
+from harness.objective.checks import NOT_CAUSAL, Future
+from harness.objective.scoring import score_stream
 from harness.record import checkpoint
 from harness.record.schema import violation
 from tests.support.small_configs import plan

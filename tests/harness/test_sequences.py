@@ -14,7 +14,8 @@ from bench.evidence import published_record
 from harness.data.associative_recall import answers, associative_recall, floor_bits
 from harness.data.corpora import load
 from harness.data.sequences import Sequences, sample_sequences, scored_sequences
-from harness.objective.scoring import NOT_CAUSAL, score_sequences
+from harness.objective.checks import NOT_CAUSAL
+from harness.objective.scoring import score_sequences
 from harness.record.folder import config_hash
 from tests.bench.test_evaluate import evaluate_run
 from tests.support.small_configs import plan

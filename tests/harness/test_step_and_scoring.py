@@ -17,14 +17,8 @@ from harness.device.runtime import Runtime
 from harness.loop.step import train_step
 from harness.loop.summary import final_score
 from harness.objective import scoring
-from harness.objective.scoring import (
-    CausalityCheck,
-    Future,
-    check_causality,
-    score_context,
-    score_stream,
-    score_windows,
-)
+from harness.objective.checks import CausalityCheck, Future
+from harness.objective.scoring import check_causality, score_context, score_stream, score_windows
 from harness.optim.budget import Schedule, Spent
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import assign
