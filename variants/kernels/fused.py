@@ -112,8 +112,8 @@ def is_full(window: Window, inputs: Inputs) -> bool:
     sees_all = (
         window.z is None and not window.ramp and not window.shift and min(window.max_keys) >= rows
     )
-    terms = (inputs.bias, inputs.vectors, inputs.extra_q, inputs.sink, inputs.key_bias)
-    terms = (*terms, inputs.valid)
+    of_keys = (inputs.key_bias, inputs.valid)
+    terms = (inputs.bias, inputs.vectors, inputs.extra_q, inputs.sink, *of_keys)
     return sees_all and inputs.lengths is None and keys == rows and all(x is None for x in terms)
 
 
@@ -320,15 +320,17 @@ def _calls(
                     for x in of_heads[1:]
                 )
                 mask = _chunk_mask(of_heads[0], max_keys, *shape, inputs.q, **sides)
-                masks[*shape, after] = mask, None, tables
-            call = masks[*shape, after]
+                masks[*shape, after] = mask, tables
+            mask, tables = masks[*shape, after]
+            blind = None
             if inputs.valid is not None:
-                call = _without_padding(*call, inputs.valid - low, shift=after)
-            yield heads, slice(begin, end), slice(low, high), *call
+                valid = inputs.valid - low
+                mask, blind, tables = _without_padding(mask, tables, valid, shift=after)
+            yield heads, slice(begin, end), slice(low, high), mask, blind, tables
 
 
 def _without_padding(
-    mask: Tensor, _, tables: tuple[Tensor | None, ...], valid: Tensor, *, shift: int
+    mask: Tensor, tables: tuple[Tensor | None, ...], valid: Tensor, *, shift: int
 ) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """Hide padding. A kernel must not get a query without keys, because torch's do not agree on its
     output, so such a query sees all keys of the call."""

@@ -68,9 +68,9 @@ def attend(
     if rate and inputs.seed is None:
         named["seed"] = draw_seed(q.device)
     tensors = {n: x for n, x in named.items() if x is not None and (rate or n != "seed")}
-    sizes = (list(window.max_keys), window.max_keys_tensor, window.shift, window.ramp, rate)
-    sizes = (*sizes, window.both)
-    return _forward(backend, " ".join(tensors), list(tensors.values()), *sizes)[0]
+    sizes = (window.shift, window.ramp, rate, window.both)
+    windows = (list(window.max_keys), window.max_keys_tensor, *sizes)
+    return _forward(backend, " ".join(tensors), list(tensors.values()), *windows)[0]
 
 
 @torch.library.custom_op("windtunnel::attention_forward", mutates_args=())
