@@ -75,6 +75,8 @@ def main(cfg: DictConfig) -> None:
         recompose("cost", f"variant={name}", pop=COMMAND_KEYS) for name in settings.variants or ()
     ] or [cfg]
     plans = [make_plan(config) for config in configs]
+    if plans[0].objective.name != "causal_lm":
+        settings = without_generation(settings, plans[0].objective.name)
     file = row_file(user_path(cfg.outputs, key="outputs"), command="cost", path=settings.rows)
     existing = read_rows(file)
     trust = plans[0].trust
@@ -106,6 +108,16 @@ def main(cfg: DictConfig) -> None:
     for table in cost_tables(rows):  # bench.report shows all of their columns
         print_table(for_terminal(table))
     print(f"rows: {file}")
+
+
+def without_generation(settings: CostSettings, objective: str) -> CostSettings:
+    """Return the settings for an objective whose models neither generate nor carry state."""
+    if settings.mode != "cold":
+        raise ValueError(
+            f"mode={settings.mode}: objective={objective} carries no state; allowed is cold"
+        )
+    timed = [quantity for quantity in settings.timed if not quantity.startswith("generate")]
+    return replace(settings, timed=timed)
 
 
 def is_measured(

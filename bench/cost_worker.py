@@ -82,6 +82,8 @@ class CostWorker:
         self.device = self.runtime.device
         b = self.plan.batch
         self.span = self.plan.model.span
+        # only models of the next byte generate, and carry state
+        self.generates = self.plan.objective.name == "causal_lm"
         self.carry = b.carry and task.peer is None
         self.corpus = corpora.load(**self.plan.data)
         self.steps = 0
@@ -140,9 +142,11 @@ class CostWorker:
         self._evaluate()
         self.runtime.synchronise()
         peak = self.meter.read()
-        self._start_generation(streams=1)
-        self._generate()
-        carried = state_bytes(self._generated[1])
+        carried = 0
+        if self.generates:
+            self._start_generation(streams=1)
+            self._generate()
+            carried = state_bytes(self._generated[1])
         self._prompted = self._generated = None
         return {"inference_peak_bytes": peak.bytes, "state_bytes": carried}
 
@@ -208,11 +212,12 @@ class CostWorker:
             train_step, self.model, None, eager, *self._batch(), self.state, accumulate=accumulate
         )
         step = count_flops(gradients, gradients=True)
+        text = segment if self.plan.objective.direction == "both" else None
         needed = self.model.needed_flops(segment, carried=self.span if self.carry else 0)
         self.optimizers.zero_grad()
         counted = {
             "executed_per_byte": forward.per_byte,
-            "ideal_per_byte": self.model.ideal_flops(),
+            "ideal_per_byte": self.model.ideal_flops(text=text),
             "training_per_byte": needed.training,
             "flops_estimated_3x": self.model.flops_estimated_3x(),
             "step": step.total,
@@ -221,15 +226,19 @@ class CostWorker:
         return {"flops": counted}
 
     def _model(self) -> LanguageModel:
-        model = self.plan.make_model()
+        model = self.plan.make_model(classes=len(self.corpus.classes) or None)
         add_noise_(model)
         if self.task.spans == "learned":
             place_spans(model, heads=self.plan.model.heads)
         return model
 
     def _batch(self) -> tuple[Tensor, Tensor]:
+        """Return the next inputs and targets; a text has any of the classes, and no padding."""
         self.steps += 1
-        return self.runtime.to_device(*self.batches.batch(self.steps - 1))
+        inputs, targets = self.batches.batch(self.steps - 1)
+        if self.model.pooled:
+            targets = targets[:, :1] % self.model.head.out_features
+        return self.runtime.to_device(inputs, targets)
 
     def _train(self) -> None:
         inputs, targets = self._batch()
@@ -252,7 +261,7 @@ class CostWorker:
         inputs, targets = self._batch()
         with self.runtime.autocast():
             logits = self.forward(inputs, self.state).logits
-        F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
     @torch.no_grad()
     def _start_generation(self, *, streams: int) -> None:

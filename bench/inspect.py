@@ -3,7 +3,7 @@
 
 It writes figures into the run folder. ``inspect_attention.png`` has the attention map of every
 head for the first ``bytes`` of ``text``, or without ``text`` of the part of valid that is scored.
-``inspect_spans.png`` shows how far back each head attends, and ``inspect_training.png`` the learned
+``inspect_spans.png`` shows how far each head attends, and ``inspect_training.png`` the learned
 span of each head during training."""
 
 import math
@@ -81,19 +81,27 @@ def main(cfg: DictConfig) -> None:
     with styled():
         figures = {
             "inspect_attention.png": draw_attention(
-                maps, title=title, subtitle=f"{about}: {excerpt}"
+                maps,
+                both=run.plan.objective.direction == "both",
+                title=title,
+                subtitle=f"{about}: {excerpt}",
             ),
             "inspect_spans.png": draw_reach(maps, inspections, title=title, subtitle=about),
         }
         if curves:
             figures["inspect_training.png"] = span_figure(curves, title=f"Learned spans: {title}")
+        else:
+            print("no span was learned, so there is no inspect_training.png")
         for name, figure in figures.items():
             write_atomically(run.folder / name, png_of(figure))
     print(f"{run.folder}: {', '.join(figures)}")
 
 
-def draw_attention(maps: Mapping[str, np.ndarray], *, title: str, subtitle: str) -> Figure:
-    """Draw attention maps ``[H, T, T]``: a row of panels for each layer, a panel for each head."""
+def draw_attention(
+    maps: Mapping[str, np.ndarray], *, both: bool, title: str, subtitle: str
+) -> Figure:
+    """Draw attention maps ``[H, T, T]``: a row of panels for each layer, a panel for each head.
+    Later keys are left empty, unless ``both`` sides are seen."""
     heads = max(map(len, maps.values()))
     side = min(max(1.3, 9.0 / heads), 3.2)
     size = {"width": max(6.5, side * heads + 1.3), "height": side * len(maps) + 1.4}
@@ -105,7 +113,8 @@ def draw_attention(maps: Mapping[str, np.ndarray], *, title: str, subtitle: str)
         for head, ax in enumerate(axes[row * heads : (row + 1) * heads]):
             ax.set_visible(head < len(layer))
             if head < len(layer):
-                weights = np.where(np.tri(layer.shape[1], dtype=bool), layer[head], np.nan)
+                seen = both | np.tri(layer.shape[1], dtype=bool)
+                weights = np.where(seen, layer[head], np.nan)
                 image = ax.imshow(weights, cmap="magma_r", norm=norm, interpolation="nearest")
             ax.grid(visible=False)
             ax.tick_params(labelsize=7, length=2)
@@ -127,7 +136,7 @@ def draw_reach(
 ) -> Figure:
     """Draw for each head the distances within which ``SHARES`` of its attention lie, and the end
     of its soft mask."""
-    titles |= {"title": f"How far back heads attend: {titles['title']}"}
+    titles |= {"title": f"How far heads attend: {titles['title']}"}
     figure, (ax,) = panels(1, 1, width=max(6.5, 1.2 + 0.9 * len(maps)), height=4.4, **titles)
     for index, (name, layer) in enumerate(maps.items()):
         heads = len(layer)
@@ -147,16 +156,16 @@ def draw_reach(
     ax.set_ylim(0, 1.3 * max(1, ax.get_ylim()[1]))
     ax.yaxis.set_major_formatter("{x:,.0f}")
     ax.set_xticks(range(len(maps)), layer_names(maps))
-    ax.set(xlabel="layer; heads side by side", ylabel="bytes back")
+    ax.set(xlabel="layer; heads side by side", ylabel="distance in bytes")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
 
 def reach(maps: np.ndarray, share: float) -> np.ndarray:
-    """Return bytes back ``[H]`` that cover a ``share`` of the weights ``[H, T, T]``, over the later
-    half of the queries."""
+    """Return distances in bytes ``[H]`` that cover a ``share`` of the weights ``[H, T, T]``, over
+    the later half of the queries."""
     length = maps.shape[-1]
-    distance = np.clip(np.arange(length // 2, length)[:, None] - np.arange(length), 0, None).ravel()
+    distance = np.abs(np.arange(length // 2, length)[:, None] - np.arange(length)).ravel()
     mass = np.stack(
         [np.bincount(distance, head[length // 2 :].ravel(), minlength=length) for head in maps]
     )

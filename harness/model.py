@@ -276,10 +276,12 @@ class LanguageModel(nn.Module):
             for key, metric in sublayer.metrics(stats.get(name, {})).items()
         }
 
-    def ideal_flops(self) -> int:
+    def ideal_flops(self, *, text: int | None = None) -> int:
         """Return the ideal forward FLOPs per byte of all sublayers and the head, at their present
-        parameters, with a full past. The head of a pooled model, used once for a text, counts
-        0."""
+        parameters: with a full past, where the head of a pooled model counts 0; or of a ``text`` of
+        so many bytes, at whose ends windows are shorter."""
+        if text is not None:
+            return round(self.needed_flops(text, carried=0).forward)
         head = 0 if self.pooled else 2 * self.head.weight.numel()
         return sum(s.ideal_flops() for _, s in self.sublayers()) + head
 

@@ -37,6 +37,8 @@ REPEAT_KEYS = (
     "checkpoint",
 )
 """Of rows that are equal in these keys, a table has only the newest."""
+PROTOCOL_KEYS = ("vocabulary", "drop_newlines", "objective", "direction")
+"""Keys of the protocol that must be equal in a table."""
 MODES = {
     "cold": "segment = span = length, no carried state",
     "stream": "span = length, streams carry a full state from segment to segment",
@@ -60,6 +62,9 @@ def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
             segment = f", segment {row['segment']}"
         streams = pluralize(row["streams"], "stream")
         names = join_words(sorted(newest["variant"].unique()), limit=4)
+        kind = "Costs"
+        if "objective" in row["protocol"]:
+            kind = f"Costs of {row['protocol']['objective']}"
         notes = compare.commit_notes(newest["row"])
         if n_older := len(frame) - len(newest):
             older = pluralize(n_older, "older row")
@@ -69,7 +74,7 @@ def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
             shown,
             columns("cost"),
             name=f"cost-{index}",
-            title=f"Costs, {row['mode']}: {names}; {streams}, {row['device']}, {row['precision']}",
+            title=f"{kind}, {row['mode']}: {names}; {streams}, {row['device']}, {row['precision']}",
             caption=compare.difference_words(arms, "length", "backend", "spans_from"),
             details=(
                 f"{compare.environment_words(row)}. {streams}{segment}, {MODES[row['mode']]}.",
@@ -134,7 +139,7 @@ def _groups(
     and environment, the largest first."""
     keys = []
     for row, condition in zip(rows, conditions, strict=True):
-        corpus = row["data"]["sha256"], *map(row["protocol"].get, ("vocabulary", "drop_newlines"))
+        corpus = row["data"]["sha256"], *map(row["protocol"].get, PROTOCOL_KEYS)
         keys.append(f"{condition} {corpus} {compare.cost_key(row)}")
     if rows:
         groups = [group for _, group in frame_of(rows).groupby(keys, sort=False)]

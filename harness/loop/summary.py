@@ -97,6 +97,7 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
         text = trainer.corpus.scored_part("valid", **sizes)
         executed = forward_flops_per_byte(model, segment=segment, max_bytes=max_bytes, text=text)
     progress = trainer.progress()
+    carries_state = trainer.plan.objective.name == "causal_lm"
     return Costs(
         bytes_seen=progress["bytes_seen"],
         epochs=progress["epochs"],
@@ -118,7 +119,7 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
             parameter_bytes=tensor_bytes(parameters),
             gradient_bytes=trainer.optimizers.gradient_bytes,
             optimizer_bytes=optimizer_bytes(trainer.optimizers.optimizers.values()),
-            state_bytes=executed.state_bytes,
+            state_bytes=executed.state_bytes if carries_state else 0,
         ),
     )
 

@@ -218,12 +218,10 @@ class Trainer:
         return row | {"training_flops": spent.flops, "clock": clock}
 
     def ideal_flops(self) -> int:
-        """Return the ideal forward FLOPs per byte: after a full past; or, if both sides are seen,
-        of a text of the scored length, at whose ends windows are shorter."""
-        if self.plan.objective.direction == "causal":
-            return self.model.ideal_flops()
-        segment = self.objective.scored_segment
-        return round(self.model.needed_flops(segment, carried=0).forward)
+        """Return the ideal forward FLOPs per byte of ``LanguageModel.ideal_flops``, of a text of
+        the scored length if both sides are seen."""
+        both = self.plan.objective.direction == "both"
+        return self.model.ideal_flops(text=self.objective.scored_segment if both else None)
 
     def train_row(self) -> Train:
         """Return a row of the steps since the last one."""

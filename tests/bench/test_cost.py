@@ -185,11 +185,33 @@ def test_out_of_memory_gives_a_row_with_that_status(cwd):
     assert row["time"]["train_ms"] is None and violation(row, schema="cost") is None
 
 
+def test_costs_of_other_objectives_have_tables_of_their_own(cwd):
+    words = ("variant=mhsa", "lengths=[64]", "backends=[plain]", "rows=rows.jsonl")
+    texts = ("objective=classify", "data=listops", "data.bytes=100000")
+    for objective in ((), ("objective=masked_lm",), texts):
+        rows = rows_of(cost(*words, *objective))
+    causal, masked, texts = rows
+    for row in (masked, texts):
+        assert violation(row, schema="cost") is None and row["status"] == "measured"
+        assert row["memory"]["state_bytes"] == 0 and "generate_ms" not in row["time"]
+        assert row["flops"]["executed_per_byte"] == row["flops"]["ideal_per_byte"]
+    # an input that hides a byte; and 10 classes instead of 256 bytes
+    assert masked["parameters"]["total"] == causal["parameters"]["total"] + 32
+    assert texts["parameters"]["total"] == masked["parameters"]["total"] - 246 * 32
+    titles = [table.title for table in cost_tables(rows)]
+    assert [title.partition(",")[0] for title in titles] == [
+        "Costs",
+        "Costs of masked_lm",
+        "Costs of classify",
+    ]
+
+
 @pytest.mark.parametrize(
     "words, parts",
     [
         (("backends=[nope]",), ("backends", "nope", "auto, plain, chunked, fused, kernel")),
         (("variants=[mhsa,nope]",), ("variant=nope", "adaptive_span")),
+        (("objective=masked_lm", "mode=stream"), ("mode=stream", "masked_lm", "allowed is cold")),
     ],
 )
 def test_mistakes_are_refused_and_leave_no_file(cwd, words, parts):

@@ -23,6 +23,8 @@ MIXED += (
     "variant.attention.span.ramp=4",
     "runtime.backend=plain",
 )
+MASKED = ("variant=adaptive_span", "objective=masked_lm", "data=synthetic_text")
+MASKED += ("data.bytes=60000", "data.distances=null", "eval.bytes=3000", "runtime.backend=plain")
 FIGURES = ["inspect_attention.png", "inspect_spans.png", "inspect_training.png"]
 
 
@@ -73,6 +75,19 @@ def test_figures_are_written_for_the_corpus_of_the_run_or_a_text_file(
     assert draw_figures(trained, f"text={tmp_path / 'text'}") == FIGURES
     shapes = {name: layers.shape for name, layers in maps[0].items()}
     assert shapes == {f"layers.{i}.attention": (2, 24, 24) for i in range(2)}
+
+
+def test_a_map_shows_later_keys_only_if_both_sides_are_seen(trained, tmp_path, monkeypatch):
+    masked = whole_run(*MASKED, "budget.steps=2", f"outputs={tmp_path}")[0].folder.path
+    figures = []
+    monkeypatch.setattr(inspect, "png_of", lambda figure: figures.append(figure) or b"")
+    for run, shown in ((trained, False), (masked, True)):
+        figures.clear()
+        draw_figures(run)
+        weights = np.ma.filled(figures[0].axes[0].images[0].get_array(), np.nan)
+        assert weights.shape == (24, 24) and np.isfinite(weights).all() == shown
+        # a span of 8 keys or fewer, on both sides of a query or on one
+        assert (weights[0, 1:4] > 0).all() == shown
 
 
 def test_a_sublayer_without_an_attention_map_is_named(trained, monkeypatch, capsys):
