@@ -47,7 +47,8 @@ class Texts:
     def between(self, first: int, end: int) -> "Texts":
         """Return the texts that lie in bytes ``first`` to ``end`` of the content, at least one."""
         begin = min(int((self.starts < first).sum()), self.number - 1)
-        n_fitting = int((self.starts + self.lengths <= end).sum())
+        # a text that is cut still ends where the next one begins
+        n_fitting = int((self.starts[1:] <= end).sum()) + (len(self.content) <= end)
         return self.select(slice(begin, max(n_fitting, begin + 1)))
 
     def cut(self, longest: int) -> "Texts":
