@@ -35,7 +35,8 @@ def neighbour_bits(
     def smoothed(context, contexts, followers, lower: np.ndarray) -> np.ndarray:
         """Return the probabilities of ``byte`` after ``context``, counted in the ``followers`` of
         ``contexts``, and mixed with ``lower``."""
-        counts = np.bincount(contexts * size + followers, minlength=int(context.max() + 1) * size)
+        n_contexts = int(max(context.max(), contexts.max())) + 1
+        counts = np.bincount(contexts * size + followers, minlength=n_contexts * size)
         counts = counts.reshape(-1, size)
         n = counts.sum(1)[context]
         d = (counts > 0).sum(1)[context]

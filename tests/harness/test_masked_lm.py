@@ -193,4 +193,11 @@ def test_counts_of_neighbours_equal_a_loop_and_sum_to_one():
         vocabulary=5,
     )
     assert found == pytest.approx(expected)
+    seen_alone = torch.arange(12) == 5  # its neighbours are smaller than other bytes of train
+    assert neighbour_bits(
+        torch.tensor([0, 1, 3] * 5, dtype=torch.uint8),
+        torch.tensor([[0, 1] * 6], dtype=torch.uint8),
+        seen_alone[None],
+        vocabulary=5,
+    )
     assert not neighbour_bits(SPLIT[:2], SPLIT[None, :5], SPLIT[None, :5] > 0, vocabulary=256)
