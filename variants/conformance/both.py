@@ -24,24 +24,25 @@ def check_later_bytes(subject: Subject) -> Verdict:
 
 
 def check_reach(subject: Subject) -> Verdict:
-    """Change all bytes from a position on. No output farther before it than the reach may move."""
+    """Change the first bytes, and the last ones. No output farther from them than the reach may
+    move."""
     model = subject.build()
     tokens = subject.random_bytes()
-    position = tokens.shape[1] - 2
-    later = torch.arange(tokens.shape[1]) >= position
-    changed = torch.where(later, subject.change_all(tokens), tokens)
     outputs, _ = run(model, tokens)
-    moved, _ = run(model, changed)
     reaches = [sublayer.reach() for sublayer in subject.sublayers.values()]
     if None in reaches:
         return "unbounded"
     totals = dict(zip(subject.sublayers, accumulate(reaches), strict=True))
-    for name, reach in (totals | {"logits": sum(reaches)}).items():
-        end = max(0, position - reach)
-        case = f"eval, all from byte {position} on changed"
-        for line in differences(case, {name: outputs[name][:, :end]}, {name: moved[name][:, :end]}):
-            yield f"{line}, beyond its reach of {reach}"
-            return
+    byte = torch.arange(tokens.shape[1])
+    for side, distance in (("first", byte - 1), ("last", tokens.shape[1] - 2 - byte)):
+        changed = torch.where(distance <= 0, subject.change_all(tokens), tokens)
+        moved, _ = run(model, changed)
+        for name, reach in (totals | {"logits": sum(reaches)}).items():
+            far = (distance > reach)[:, None]
+            parts = ({name: each[name] * far} for each in (outputs, moved))
+            for line in differences(f"eval, the {side} two bytes changed", *parts):
+                yield f"{line}, beyond its reach of {reach}"
+                return
     return None
 
 
