@@ -22,6 +22,12 @@ def train(*words: str, trust: Sequence[str] = ()) -> Model:
         raise ValueError(
             "windtunnel.train: makes one run; windtunnel train -m on the command line makes a sweep"
         )
+    for word in words:
+        if word.startswith("objective=") and word != "objective=causal_lm":
+            raise ValueError(
+                f"windtunnel.train: {word}: only models of objective=causal_lm are returned; "
+                "windtunnel train on the command line trains the others"
+            )
     if trust:
         words = (*words, f"trust=[{','.join(trust)}]")
     path = os.pathsep.join(filter(None, [str(source.ROOT), os.environ.get("PYTHONPATH")]))

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from harness import source
 from harness.compose import cli
 from harness.compose.cli import exit_code, print_error, task_words, to_job_failed
+from harness.record.cells import BITS_PER_BYTE, UNITS
 from harness.record.display import JOB
 
 
@@ -108,4 +109,5 @@ def _outcome(job_return: JobReturn) -> str:
     score = job_return._return_value
     if score is None:
         return "not finite"
-    return f"{score:.4f} bits per byte on valid"
+    unit = UNITS.get(job_return.cfg.objective.name, BITS_PER_BYTE)
+    return f"{score:.4f} {unit} on valid"

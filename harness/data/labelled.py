@@ -6,6 +6,7 @@ import json
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 from harness.data.sources import read_path
 
@@ -18,7 +19,8 @@ READERS = {
 def read_labelled(path: str) -> tuple[list[bytes], list[str]]:
     """Return the texts of a file, which may be compressed, and their labels. ValueError names file,
     line and key."""
-    read = next((READERS[suffix] for suffix in READERS if suffix in path.lower()), None)
+    name = Path(path).name.lower()
+    read = next((READERS[suffix] for suffix in READERS if suffix in name), None)
     if read is None:
         raise ValueError(f"data.path={path!r}: allowed are files of {', '.join(READERS)}")
     content = read_path(path).tobytes().removeprefix(BOM_UTF8)

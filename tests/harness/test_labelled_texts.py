@@ -70,7 +70,7 @@ MISTAKES = {
     "more fields": ("a.csv", "text,label\na,1\nb, c,2\n", "line 3: ['2']: more fields than"),
     "open quote": ("a.csv", 'label,text\n1,a\n2,"b\n1,c\n', "unexpected end of data"),
     "surrogate": ("a.jsonl", '{"text": "\\ud800", "label": 1}\n', "line 1: 'utf-8' codec"),
-    "suffix": ("a.txt", "x", "allowed are files of .csv, .jsonl"),
+    "suffix": ("a.csv.d/a.txt", "x", "allowed are files of .csv, .jsonl"),
 }
 
 
@@ -78,6 +78,7 @@ MISTAKES = {
 def test_a_mistake_in_a_file_is_named_with_file_and_line(mistake, tmp_path):
     name, content, words = MISTAKES[mistake]
     path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError) as caught:
         read_labelled(str(path))

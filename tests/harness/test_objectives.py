@@ -153,6 +153,7 @@ def test_a_sweep_has_a_table_and_metrics_of_wandb_with_the_unit_of_its_objective
     words += ["variant=mhsa", "record.wandb.mode=offline", f"outputs={cwd / 'outputs'}"]
     outcome = train("-m", *words, "seed=0,1")
     assert outcome.code == 0 and ": 2 of 2 done" in outcome.out, outcome.err
+    assert outcome.out.count(f" bits per {UNITS[name]} on valid\n") == 2
     folders = run_folders(cwd / "outputs")
     assert all(list(folder.glob("wandb/offline-run-*/*.wandb")) for folder in folders)
     rows = [json.loads(line) for line in (folders[0] / "record.jsonl").read_text().splitlines()]

@@ -110,6 +110,8 @@ def test_train_returns_the_model_of_a_new_run_and_of_a_repeated_one_and_raises_a
         windtunnel.train("variant=mhsb")
     with pytest.raises(ValueError, match="makes one run"):
         windtunnel.train("-m", "seed=1,2")
+    with pytest.raises(ValueError, match="objective=masked_lm: only models of objective=causal_lm"):
+        windtunnel.train("objective=masked_lm")
 
 
 def test_the_command_lists_its_commands_and_its_version_without_torch_and_refuses_others(tmp_path):
