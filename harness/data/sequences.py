@@ -43,11 +43,17 @@ def scored_sequences(
 
 
 def sample_sequences(split: Tensor, *, sequence: int, n_bytes: int) -> Tensor:
-    """Return whole sequences, spread evenly over ``split [n T]``: at most ``n_bytes``, but at least
+    """Return whole sequences, spread evenly over ``split [n]``: at most ``n_bytes``, but at least
     one."""
-    sequences = split.view(-1, sequence)
-    n_sampled = max(1, min(n_bytes // sequence, len(sequences)))
-    return sequences[torch.arange(n_sampled) * len(sequences) // n_sampled].flatten()
+    sequences = split.unfold(0, sequence, sequence)
+    return sequences[spread(n_bytes // sequence, len(sequences))].flatten()
+
+
+def spread(n_sampled: int, n_rows: int) -> Tensor:
+    """Return which rows a sample of ``n_sampled`` of ``n_rows`` rows has, at least one, spread
+    evenly: int64 ``[n]``."""
+    n_sampled = max(1, min(n_sampled, n_rows))
+    return torch.arange(n_sampled) * n_rows // n_sampled
 
 
 def _pairs(sequences: Tensor) -> tuple[Tensor, Tensor]:

@@ -282,24 +282,18 @@ def windows(
     shard: Shard = UNSHARDED,
 ) -> Batches:
     """Return all pairs of ``split [n]``, each scored once, in windows that are read without carried
-    state. A window of ``window`` pairs starts at every ``stride``-th pair. Its last ``stride``
-    pairs are scored; of the first window, all. At most ``batch`` windows form a batch, and a shard
-    reads a contiguous part of the batches."""
+    state, as ``row_batches``. A window of ``window`` pairs starts at every ``stride``-th pair. Its
+    last ``stride`` pairs are scored; of the first window, all."""
     n_pairs = len(split) - 1
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)
-    batch = min(batch, n_windows)
-    batch_starts = range(0, n_windows, batch)
     columns = torch.arange(window)
 
-    def read(first_window: int) -> Segment:
-        # [b, 1]; some may be past the last window
-        indices = torch.arange(first_window, first_window + batch)[:, None]
-        positions = indices * stride + columns
-        return *_pairs(split, positions), (positions < n_pairs) & (
-            (columns >= window - stride) | (indices == 0)
-        )
+    def read(rows: Tensor) -> Segment:
+        positions = rows[:, None] * stride + columns
+        is_new = (columns >= window - stride) | (rows == 0)[:, None]
+        return *_pairs(split, positions), (positions < n_pairs) & is_new
 
-    return Batches(read, batch_starts[shard_slice(len(batch_starts), shard)])
+    return row_batches(n_windows, batch=batch, shard=shard, read=read)
 
 
 def _pairs(split: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from harness.data.byte_counts import compressed_bits
 from harness.data.corpora import Corpus
-from harness.data.sequences import Sequences, sample_sequences
+from harness.data.sequences import Sequences, sample_sequences, scored_sequences
 from harness.data.streams import Streams, sample_layout, score_ranges
 from harness.device.runtime import Runtime
 from harness.model import LanguageModel
@@ -15,7 +15,7 @@ from harness.objective.objective import Objective
 from harness.objective.scoring import (
     Score,
     check_causality,
-    score_sequences,
+    score_rows,
     score_stream,
     score_windows,
 )
@@ -47,22 +47,24 @@ class CausalLM(Objective):
         part: Tensor,
         *,
         pairs: int | None = None,
-        **check: int | None,
+        **check: int,
     ) -> Score:
         """Score a part, uint8 ``[n]``, in streams as the configuration's ``eval`` says, or all of
         its sequences. ``pairs`` and ``check`` (``future_seed``, ``cuts``) are those of
         ``score_stream``."""
-        e = self.plan.eval
-        common = {"runtime": self.runtime, **check}
         if sequence := self.corpus.sequence:
-            batch = max(1, e.streams * e.segment // sequence)
-            return score_sequences(model, part, sequence=sequence, batch=batch, **common)
+            rows = self.scored_rows
+            shard = self.runtime.processes.shard
+            batches = scored_sequences(part, sequence=sequence, batch=rows, shard=shard)
+            return score_rows(model, batches, self.runtime, rows=rows, stats_from=0, **check)
         layout = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
         if pairs is not None:
             pairs = min(pairs, len(part) - 1)
             streams, context = sample_layout(pairs, **layout | {"context": self.plan.model.span})
             layout |= {"pairs": pairs, "streams": streams, "context": context}
-        return score_stream(model, part, collect_stats=True, **layout, **common)
+        return score_stream(
+            model, part, runtime=self.runtime, collect_stats=True, **layout, **check
+        )
 
     def score_sample(self, model: LanguageModel, part: Tensor, *, pairs: int) -> tuple[Score, dict]:
         """Score a sample of ``pairs`` pairs, or of whole sequences; return also the scores of

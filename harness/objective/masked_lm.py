@@ -4,19 +4,15 @@ import torch
 from torch import Tensor
 
 from harness.data.corpora import Corpus
-from harness.data.masked import (
-    MaskedWindows,
-    hide,
-    scored_windows,
-    select_scored,
-    whole_windows,
-)
+from harness.data.masked import MaskedWindows, hide, scored_windows
 from harness.data.neighbour_counts import neighbour_bits
+from harness.data.sequences import sample_sequences
+from harness.data.streams import Batches
 from harness.device.runtime import Runtime
 from harness.model import LanguageModel
 from harness.objective.checks import Replaced
 from harness.objective.objective import Objective
-from harness.objective.scoring import Score, score_reads
+from harness.objective.scoring import Score
 from harness.plan.build import Plan
 
 
@@ -44,24 +40,14 @@ class MaskedLM(Objective):
                 "scored, or that select weights"
             )
 
-    def score(self, model: LanguageModel, windows: Tensor, **check) -> Score:
-        """Score ``windows [N, T]``."""
-        layout = {"batch": self.scored_rows, "shard": self.runtime.processes.shard}
-        batches = scored_windows(windows, **layout, **self.options)
-        return score_reads(model, batches, self.runtime, **check)
+    def scored_batches(self, part: Tensor, **layout) -> Batches:
+        """Return the whole windows of a part."""
+        return scored_windows(part, window=self.scored_segment, **layout, **self.options)
 
     def score_sample(self, model: LanguageModel, part: Tensor, *, pairs: int) -> tuple[Score, dict]:
         """Score whole windows, spread over the part."""
-        windows = whole_windows(part, window=self.scored_segment, n_bytes=pairs)
-        return self.score(model, windows), {}
-
-    def final(
-        self, model: LanguageModel, part: Tensor, *, trained_bytes: int
-    ) -> tuple[Score, dict]:
-        """Score a part. Its hidden bytes must not matter, and later visible ones must."""
-        windows = whole_windows(part, window=self.scored_segment)
-        score = self.score(model, windows, replace=self.replace)
-        return score, score.future.row()
+        sample = sample_sequences(part, sequence=self.scored_segment, n_bytes=pairs)
+        return self.score(model, sample), {}
 
     def replace(self, inputs: Tensor, tokens: Tensor, selected: Tensor) -> tuple[Replaced, ...]:
         """Return the inputs ``[B, T]`` of windows with other hidden bytes; and those with other
@@ -76,8 +62,6 @@ class MaskedLM(Objective):
     def baselines(self, part: Tensor, *, trained_bytes: int) -> dict[str, float]:
         """Return bits per masked byte of a part by counts of visible neighbours, of as many bytes
         as the model read."""
-        windows = whole_windows(part, window=self.scored_segment)
-        rows = torch.arange(len(windows))
-        selected = select_scored(rows, width=self.scored_segment, rate=self.options["rate"])
+        (windows,) = self.scored_batches(part, batch=len(part))
         train = self.corpus.splits["train"][:trained_bytes]
-        return neighbour_bits(train, windows, selected, vocabulary=self.corpus.vocabulary)
+        return neighbour_bits(train, *windows, vocabulary=self.corpus.vocabulary)

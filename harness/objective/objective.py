@@ -8,7 +8,10 @@ from harness.data.sequences import Sequences
 from harness.data.streams import Streams
 from harness.data.texts import TextBatches, Texts
 from harness.device.runtime import Runtime
-from harness.objective.checks import MISREAD, misread
+from harness.model import LanguageModel
+from harness.objective import scoring
+from harness.objective.checks import MISREAD, ReadCheck, misread
+from harness.objective.scoring import Score
 from harness.plan.build import Plan
 
 Part = Tensor | Texts
@@ -21,10 +24,13 @@ class Objective:
     the value of ``check`` in the row of a final score whose check fails, and ``explain(row)`` what
     shows it. ValueError if the corpus is too short.
 
-    Each objective has the methods ``score_sample(model, part, pairs=..)``, of about so many bytes,
-    and ``final(model, part, trained_bytes=..)``, with the check. They return the score of a part
-    and further keys of its row. ``baselines(part, trained_bytes=..)`` returns bits per prediction
-    by compressors, or by counts of so many bytes of train."""
+    ``score_sample(model, part, pairs=..)``, of about so many bytes, and ``final(model, part,
+    trained_bytes=..)``, with the check, return the score of a part and further keys of its row.
+    ``baselines(part, trained_bytes=..)`` returns bits per prediction by compressors, or by counts
+    of so many bytes of train.
+
+    An objective that predicts single rows has ``scored_batches(part, batch=.., shard=..)``, and
+    ``replace``, that of a ``ReadCheck``."""
 
     scored: str
     failed = MISREAD
@@ -46,6 +52,18 @@ class Objective:
         if self.plan.eval.test:
             return ("valid", "test")
         return ("valid",)
+
+    def score(self, model: LanguageModel, part: Part, *, check: ReadCheck | None = None) -> Score:
+        """Score all rows of a part."""
+        layout = {"batch": self.scored_rows, "shard": self.runtime.processes.shard}
+        batches = self.scored_batches(part, **layout)
+        return scoring.score(model, batches, self.runtime, check=check, stats_from=0)
+
+    def final(self, model: LanguageModel, part: Part, *, trained_bytes: int) -> tuple[Score, dict]:
+        """Score a part, and check what the model reads."""
+        check = ReadCheck(model, self.runtime, replace=self.replace)
+        score = self.score(model, part, check=check)
+        return score, score.future.row()
 
     def reported_part(self, split: str, *, limit: int | None = None) -> Part:
         """Return the part of a split that is scored at the end, or at most its first ``limit``

@@ -305,12 +305,14 @@ def test_cuts_take_at_most_a_twentieth_of_the_time_of_a_run(monkeypatch):
         (1e-6, math.nan, True),
     ],
 )
-def test_without_determinism_changes_like_the_measured_noise_do_not_count(noise, change, counts):
+def test_without_determinism_changes_like_the_measured_noise_do_not_count(
+    model, noise, change, counts
+):
     def predict(tokens: Tensor) -> tuple[Tensor]:
         return (torch.full((1, 9), change if tokens.any() else noise),)
 
     torch.use_deterministic_algorithms(False)
-    check = CausalityCheck(0, [0], rows=1, vocabulary=256, cuts=1, runtime=CPU)
+    check = CausalityCheck([0], model, CPU, rows=1, cuts=1)
     inputs = torch.zeros(1, 9, dtype=torch.int64)
     check.compare(0, (inputs, inputs, inputs == 0), torch.zeros(1, 9), predict)
     assert (check.result().changed > 0) == counts
