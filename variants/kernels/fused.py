@@ -141,14 +141,9 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     lse = torch.full(
         q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
     )
-    for heads, t, j, mask, blind, _ in _calls(inputs, window):
+    for heads, t, j, mask, _ in _calls(inputs, window):
         band = (inputs.of_heads(x, heads)[:, :, j] for x in (k, v))
-        part_y, part_lse = engine.forward(q[:, heads, t], *band, mask)
-        if blind is not None:
-            part_y = part_y.masked_fill(blind[..., None], 0)
-            part_lse = part_lse.masked_fill(blind, -torch.inf)
-        y[:, heads, t] = part_y
-        lse[:, heads, t] = part_lse
+        y[:, heads, t], lse[:, heads, t] = engine.forward(q[:, heads, t], *band, mask)
     if inputs.extra_q is not None:
         y, lse = plain.merge_parts(
             y, lse, *engine.forward(inputs.extra_q, *_persistent_kv(inputs), None)
@@ -178,13 +173,10 @@ def backward(
         )
     if "z" in fields:
         gradients["z"] = torch.zeros(inputs.z.shape, dtype=lse.dtype, device=q.device)
-    for heads, t, j, mask, blind, span_tables in _calls(inputs, window, needs_slopes="z" in fields):
+    for heads, t, j, mask, span_tables in _calls(inputs, window, needs_slopes="z" in fields):
         band = [inputs.of_heads(x, heads)[:, :, j] for x in (k, v)]
         part = g[:, heads, t], q[:, heads, t], *band
-        part_lse = lse[:, heads, t]
-        if blind is not None:
-            part_lse = part_lse.masked_fill(blind, torch.inf)
-        outputs = y[:, heads, t], part_lse
+        outputs = y[:, heads, t], lse[:, heads, t]
         gradients["q"][:, heads, t], *of_band = engine.backward(*part, mask, *outputs)
         first = 0
         if segment_only:
@@ -284,10 +276,9 @@ def _align(mask: Tensor) -> Tensor:
 
 def _calls(
     inputs: Inputs, window: Window, *, needs_slopes: bool = False
-) -> Iterator[tuple[slice, slice, slice, Tensor, Tensor | None, tuple[Tensor | None, ...]]]:
-    """Yield heads, queries, keys and mask of each call of a kernel; with padding, which queries see
-    no key of the call, ``[B, 1, t]``, or None; then its bias and dm/dz, None without
-    ``needs_slopes``.
+) -> Iterator[tuple[slice, slice, slice, Tensor, tuple[Tensor | None, ...]]]:
+    """Yield heads, queries, keys and mask of each call of a kernel; then its bias and dm/dz, None
+    without ``needs_slopes``.
 
     Calls of equal shape share one mask."""
     bias = table = inputs.bias  # table [H, n] is added to the scores of columns
@@ -321,26 +312,13 @@ def _calls(
                 )
                 mask = _chunk_mask(of_heads[0], max_keys, *shape, inputs.q, **sides)
                 masks[*shape, after] = mask, tables
-            mask, tables = masks[*shape, after]
-            blind = None
+            mask, (bias_of_keys, slope_of_keys) = masks[*shape, after]
             if inputs.valid is not None:
-                valid = inputs.valid - low
-                mask, blind, tables = _without_padding(mask, tables, valid, shift=after)
-            yield heads, slice(begin, end), slice(low, high), mask, blind, tables
-
-
-def _without_padding(
-    mask: Tensor, tables: tuple[Tensor | None, ...], valid: Tensor, *, shift: int
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """Hide padding. A kernel must not get a query without keys, because torch's do not agree on its
-    output, so such a query sees all keys of the call."""
-    hidden = plain.padding_mask(valid, *mask.shape[-2:], shift=shift)
-    blind = hidden.all(-1)
-    mask = mask.masked_fill(hidden, -torch.inf).masked_fill(blind[..., None], 0)
-    bias, slope = tables
-    if slope is not None:
-        slope = slope.masked_fill(hidden, 0)
-    return _align(mask), blind, (bias, slope)
+                hidden = plain.padding_mask(inputs.valid - low, *shape, shift=after)
+                mask = _align(mask.masked_fill(hidden, -torch.inf))
+                if needs_slopes:
+                    slope_of_keys = slope_of_keys.masked_fill(hidden, 0)
+            yield heads, slice(begin, end), slice(low, high), mask, (bias_of_keys, slope_of_keys)
 
 
 def _persistent_kv(inputs: Inputs) -> tuple[Tensor, Tensor]:
