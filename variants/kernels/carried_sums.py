@@ -84,22 +84,18 @@ def normalize(sums: Tensor, state: State) -> tuple[Tensor, State]:
 
 
 def attend_all(
-    q: Tensor, k: Tensor, v: Tensor, *, log_scale: Tensor | None, valid: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, *, log_scale: Tensor, valid: Tensor | None
 ) -> Tensor:
     """Return weighted means ``[B, H, T, K]`` over all keys of the segment.
 
     Args:
-        q, k, v: as in ``attend``.
-        log_scale: l of each key, ``[B, H, T]``, or None for zeros.
+        q, k, v, log_scale: as in ``attend``.
         valid: number of keys of each stream, ``[B]``; those after them are padding. None for
             T."""
     if valid is not None:
         padding = torch.arange(k.shape[2], device=k.device) >= valid[:, None, None]
-        k = k.masked_fill(padding[..., None], 0)
-    if log_scale is not None:
-        if valid is not None:
-            log_scale = log_scale.masked_fill(padding, -torch.inf)
-        k = k * (log_scale - log_scale.amax(-1, keepdim=True)).exp()[..., None]
+        log_scale = log_scale.masked_fill(padding, -torch.inf)
+    k = k * (log_scale - log_scale.amax(-1, keepdim=True)).exp()[..., None]
     v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
     return normalize(q @ (k.mT @ v), ())[0]
 
