@@ -15,9 +15,9 @@ class Sequences(Rows):
     """Training batches: each step reads B (``streams``) whole sequences of T bytes (``segment``) of
     ``split``, uint8 ``[n T]``."""
 
-    def __init__(self, split: Tensor, *, streams: int, sequence: int, seed: int):
-        self.sequences = split.view(-1, sequence)
-        super().__init__(len(self.sequences), streams=streams, segment=sequence, seed=seed)
+    def __init__(self, split: Tensor, *, segment: int, **layout: int):
+        self.sequences = split.view(-1, segment)
+        super().__init__(len(self.sequences), segment=segment, **layout)
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a step, counted from 0, for a shard's sequences: int64 ``[B,

@@ -60,7 +60,7 @@ class Texts:
         lengths = self.lengths[rows]
         width = min(-(-int(lengths.max()) // MULTIPLE) * MULTIPLE, longest)
         columns = torch.arange(width)
-        positions = (self.starts[rows][:, None] + columns).clamp(max=len(self.content) - 1)
+        positions = (self.starts[rows][:, None] + columns) % len(self.content)
         inputs = self.content[positions] * (columns < lengths[:, None])
         return inputs.int(), self.labels[rows][:, None].int(), lengths.int()
 
@@ -69,8 +69,8 @@ class TextBatches(Rows):
     """Training batches: each step reads B (``streams``) ``texts`` of at most T bytes
     (``segment``)."""
 
-    def __init__(self, texts: Texts, *, streams: int, segment: int, seed: int):
-        super().__init__(texts.number, streams=streams, segment=segment, seed=seed)
+    def __init__(self, texts: Texts, **layout: int):
+        super().__init__(texts.number, **layout)
         self.texts = texts
 
     def size(self, step: int) -> tuple[int, int]:

@@ -4,10 +4,8 @@ whole sequences."""
 from torch import Tensor
 
 from harness.data.byte_counts import compressed_bits
-from harness.data.corpora import Corpus
 from harness.data.sequences import Sequences, sample_sequences, scored_sequences
 from harness.data.streams import Streams, sample_layout, score_ranges
-from harness.device.runtime import Runtime
 from harness.model import LanguageModel
 from harness.objective import scoring
 from harness.objective.checks import NOT_CAUSAL, not_causal
@@ -19,7 +17,6 @@ from harness.objective.scoring import (
     score_stream,
     score_windows,
 )
-from harness.plan.build import Plan
 
 
 class CausalLM(Objective):
@@ -27,19 +24,17 @@ class CausalLM(Objective):
     failed = NOT_CAUSAL
     explain = staticmethod(not_causal)
 
-    def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
-        super().__init__(plan, corpus, runtime)
-        self.scored_segment = plan.eval.segment
-        b = plan.batch
-        train = corpus.splits["train"]
-        common = {"streams": b.streams, "seed": plan.seed}
-        if corpus.sequence:
-            self.batches = Sequences(train, sequence=corpus.sequence, **common)
+    def prepare(self, **layout: int) -> None:
+        b = self.plan.batch
+        e = self.plan.eval
+        self.scored_segment = e.segment
+        train = self.corpus.splits["train"]
+        if sequence := self.corpus.sequence:
+            self.batches = Sequences(train, **layout | {"segment": sequence})
         else:
-            self.batches = Streams(train, segment=b.segment, carry=b.carry, order=b.order, **common)
+            self.batches = Streams(train, carry=b.carry, order=b.order, **layout)
         for split in self.splits:
-            part = self.reported_part(split, limit=plan.eval.bytes)
-            score_ranges(len(part) - 1, plan.eval.streams)
+            score_ranges(len(self.reported_part(split, limit=e.bytes)) - 1, e.streams)
 
     def score(
         self,

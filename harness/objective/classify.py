@@ -6,16 +6,13 @@ import torch
 from torch import Tensor
 
 from harness.data.bag_of_bytes import baseline_accuracy
-from harness.data.corpora import Corpus
 from harness.data.sequences import spread
 from harness.data.streams import Batches
 from harness.data.texts import TextBatches, Texts, scored_texts
-from harness.device.runtime import Runtime
 from harness.model import LanguageModel
 from harness.objective.checks import Replaced
 from harness.objective.objective import Objective
 from harness.objective.scoring import Score
-from harness.plan.build import Plan
 
 LABEL = "label"
 """The key of ``answer_accuracy`` that the model has; the others are its interval and baselines."""
@@ -25,12 +22,10 @@ Z = 1.959963984540054  # of a normal distribution, 97.5%
 class Classify(Objective):
     scored = "texts"
 
-    def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
-        super().__init__(plan, corpus, runtime)
-        b = plan.batch
-        self.texts = {name: texts.cut(b.segment) for name, texts in corpus.texts.items()}
+    def prepare(self, *, segment: int, **layout: int) -> None:
+        self.texts = {name: texts.cut(segment) for name, texts in self.corpus.texts.items()}
         train = self.texts["train"]
-        self.batches = TextBatches(train, streams=b.streams, segment=b.segment, seed=plan.seed)
+        self.batches = TextBatches(train, segment=segment, **layout)
         self.train_bytes = int(train.lengths.sum())
 
     def reported_part(self, split: str, *, limit: int | None = None) -> Texts:

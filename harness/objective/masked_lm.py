@@ -3,25 +3,22 @@
 import torch
 from torch import Tensor
 
-from harness.data.corpora import Corpus
 from harness.data.masked import MaskedWindows, hide, scored_windows
 from harness.data.neighbour_counts import neighbour_bits
 from harness.data.sequences import sample_sequences
 from harness.data.streams import Batches
-from harness.device.runtime import Runtime
 from harness.model import LanguageModel
 from harness.objective.checks import Replaced
 from harness.objective.objective import Objective
 from harness.objective.scoring import Score
-from harness.plan.build import Plan
 
 
 class MaskedLM(Objective):
     scored = "masked bytes"
 
-    def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
-        super().__init__(plan, corpus, runtime)
-        b = plan.batch
+    def prepare(self, *, segment: int, **layout: int) -> None:
+        plan = self.plan
+        corpus = self.corpus
         allowed = "allowed with objective=masked_lm"
         if corpus.sequence or corpus.generated.floor_bits:
             raise ValueError(
@@ -29,14 +26,13 @@ class MaskedLM(Objective):
                 "corpora of text"
             )
         self.options = {"rate": plan.objective.rate, "vocabulary": corpus.vocabulary}
-        layout = {"streams": b.streams, "segment": b.segment, "order": b.order}
-        train = corpus.splits["train"]
-        self.batches = MaskedWindows(train, seed=plan.seed, **layout, **self.options)
+        layout |= {"segment": segment, "order": plan.batch.order}
+        self.batches = MaskedWindows(corpus.splits["train"], **layout, **self.options)
         parts = [self.reported_part(split, limit=plan.eval.bytes) for split in self.splits]
         shortest = min(map(len, [*parts, self.selection_part()]))
-        if shortest < b.segment:
+        if shortest < segment:
             raise ValueError(
-                f"batch.segment={b.segment}: {allowed} are at most the {shortest:,} bytes that are "
+                f"batch.segment={segment}: {allowed} are at most the {shortest:,} bytes that are "
                 "scored, or that select weights"
             )
 

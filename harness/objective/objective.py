@@ -24,6 +24,7 @@ class Objective:
     the value of ``check`` in the row of a final score whose check fails, and ``explain(row)`` what
     shows it. ValueError if the corpus is too short.
 
+    ``prepare(streams=.., segment=.., seed=..)`` sets ``batches``, and may change sizes.
     ``score_sample(model, part, pairs=..)``, of about so many bytes, and ``final(model, part,
     trained_bytes=..)``, with the check, return the score of a part and further keys of its row.
     ``baselines(part, trained_bytes=..)`` returns bits per prediction by compressors, or by counts
@@ -45,6 +46,8 @@ class Objective:
         # bytes of a row in a forward pass of scores, and number of rows
         self.scored_segment = plan.batch.segment
         self.scored_rows = max(1, plan.eval.streams * plan.eval.segment // plan.batch.segment)
+        b = plan.batch
+        self.prepare(streams=b.streams, segment=b.segment, seed=plan.seed)
 
     @property
     def splits(self) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ def table(n: int) -> torch.Tensor:
 
 
 def test_every_sequence_is_read_once_before_any_is_read_twice():
-    stream = Sequences(table(10), streams=3, sequence=4, seed=0)
+    stream = Sequences(table(10), streams=3, segment=4, seed=0)
     assert (stream.segment, stream.bytes_per_step) == (4, 12)
     read = []
     for step in range(20):
@@ -110,7 +110,7 @@ def test_every_sequence_is_read_once_before_any_is_read_twice():
     epochs = [read[begin : begin + 10] for begin in range(0, 60, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 6
-    reseeded = Sequences(table(10), streams=3, sequence=4, seed=1)
+    reseeded = Sequences(table(10), streams=3, segment=4, seed=1)
     assert not torch.equal(reseeded.batch(0)[1], stream.batch(0)[1])
     shards = [stream.batch(7, shard=(rank, 2))[1] for rank in range(2)]
     assert torch.equal(torch.cat(shards), stream.batch(7)[1])
