@@ -66,9 +66,9 @@ class Corpus:
         tokens = self.splits[split]
         if split == "valid":
             tokens = tokens[: len(tokens) - len(self.selection_part(selection_bytes))]
-        if limit is None:
-            return tokens[:limit]
-        return tokens[: self._whole(limit)]
+        if limit is not None:
+            tokens = tokens[: self._whole(limit)]
+        return tokens
 
     def selection_part(self, selection_bytes: int | None) -> Tensor:
         """Return the last ``selection_bytes`` of valid, at most half of it (None: half), which
@@ -147,10 +147,9 @@ def load(
             f"data.path={path!r}: only allowed with data={', '.join(PUBLISHED)}, file or labelled, "
             f"not {name}"
         )
-    if name == "file" and not path:
-        raise ValueError(f"data.path={path!r}: data=file requires data.path=FILE, a file or folder")
-    if name == "labelled" and not path:
-        raise ValueError(f"data.path={path!r}: data=labelled requires data.path=FILE.csv or .jsonl")
+    needed = {"file": "FILE, a file or folder", "labelled": "FILE.csv or .jsonl"}
+    if name in needed and not path:
+        raise ValueError(f"data.path={path!r}: data={name} requires data.path={needed[name]}")
     if fallback not in (None, "stdlib") or (fallback and name not in PUBLISHED):
         raise ValueError(
             f"data.fallback={fallback!r}: allowed are null, and stdlib with "
@@ -224,21 +223,18 @@ def _load_texts(
     sorted by label."""
     if name == "listops":
         texts, labels = listops(options.pop("bytes", 4_000_000), **options)
+        order = np.arange(len(texts))
     else:
         texts, labels = read_labelled(path)
-        order = permutation(0, 0, len(texts)).tolist()
-        texts = [texts[i] for i in order]
-        labels = [labels[i] for i in order]
+        order = permutation(0, 0, len(texts))
         name = _file_name(path)
     classes = tuple(sorted(set(labels)))
-    lines = (f"{label}\t".encode() + text for label, text in zip(labels, texts, strict=True))
-    sha256_of_all = digest(b"\n".join(lines))
+    sha256_of_all = digest(b"\n".join(f"{labels[i]}\t".encode() + texts[i] for i in order))
     _check_digest(name, sha256_of_all, expected=sha256)
     parts = {}
-    rows = _cut(np.arange(len(texts)), split, sequence=1, unit="texts")
-    for split_name, part in zip(SPLITS, rows, strict=True):
-        indices = [classes.index(labels[row]) for row in part]
-        parts[split_name] = Texts.of([texts[row] for row in part], indices)
+    for split_name, part in zip(SPLITS, _cut(order, split, sequence=1, unit="texts"), strict=True):
+        indices = [classes.index(labels[i]) for i in part]
+        parts[split_name] = Texts.of([texts[i] for i in part], indices)
     splits = {split_name: part.content for split_name, part in parts.items()}
     return Corpus(
         name=name,

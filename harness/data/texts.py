@@ -44,10 +44,11 @@ class Texts:
         """Return some of the texts, of the same content."""
         return Texts(self.content, self.starts[rows], self.lengths[rows], self.labels[rows])
 
-    def between(self, first: int, end: int) -> "Texts":
-        """Return the texts that lie in bytes ``first`` to ``end`` of the content, at least one."""
+    def within(self, part: Tensor) -> "Texts":
+        """Return the texts that lie in ``part``, a view of the content; at least one."""
+        first = part.storage_offset()
         begin = min(int((self.starts < first).sum()), self.number - 1)
-        n_fitting = int((self.starts + self.lengths <= end).sum())
+        n_fitting = int((self.starts + self.lengths <= first + len(part)).sum())
         return self.select(slice(begin, max(n_fitting, begin + 1)))
 
     def cut(self, longest: int) -> "Texts":

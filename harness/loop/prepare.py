@@ -261,9 +261,8 @@ def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
 
 def _with_new_head(model: LanguageModel, weights: dict) -> dict:
     """Return ``weights`` with the head of ``model`` in place of their own."""
-    heads = {name: head for name, head in model.state_dict().items() if name.startswith("head.")}
     encoder = {name: tensor for name, tensor in weights.items() if not name.startswith("head.")}
-    return encoder | full_tensors(heads, keep=True)
+    return encoder | full_tensors(model.head.state_dict(prefix="head."))
 
 
 def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:

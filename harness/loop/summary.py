@@ -133,7 +133,7 @@ def final_score(trainer: Trainer, name: str) -> Final:
     spent = trainer.state.spent.bytes
     with trainer.whole_parameters():
         score, keys = objective.final(trainer.model, part, trained_bytes=spent)
-    is_capped = len(part) < len(objective.reported_part(name))
+    is_capped = len(part) < len(objective.reported_part(name, capped=False))
     return Final(
         kind=name,
         **trainer.progress(),

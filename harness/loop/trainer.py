@@ -255,7 +255,7 @@ class Trainer:
 
     def reported_split(self, split: str) -> Part:
         """Return what is scored of a split at the end."""
-        return self.objective.reported_part(split, limit=self.plan.eval.bytes)
+        return self.objective.reported_part(split)
 
     def selection_split(self) -> Part:
         """Return what selects the best weights. ValueError if it has fewer than two bytes."""

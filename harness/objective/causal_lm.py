@@ -34,7 +34,7 @@ class CausalLM(Objective):
         else:
             self.batches = Streams(train, carry=b.carry, order=b.order, **layout)
         for split in self.splits:
-            score_ranges(len(self.reported_part(split, limit=e.bytes)) - 1, e.streams)
+            score_ranges(len(self.reported_part(split)) - 1, e.streams)
 
     def score(
         self,

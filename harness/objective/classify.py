@@ -28,14 +28,13 @@ class Classify(Objective):
         self.batches = TextBatches(train, segment=segment, **layout)
         self.train_bytes = int(train.lengths.sum())
 
-    def reported_part(self, split: str, *, limit: int | None = None) -> Texts:
+    def reported_part(self, split: str, *, capped: bool = True) -> Texts:
         """Return the texts within the bytes that are scored at the end."""
-        return self.texts[split].between(0, len(super().reported_part(split, limit=limit)))
+        return self.texts[split].within(super().reported_part(split, capped=capped))
 
     def selection_part(self) -> Texts:
         """Return the texts within the bytes of valid that select the best weights."""
-        end = len(self.corpus.splits["valid"])
-        return self.texts["valid"].between(end - len(super().selection_part()), end)
+        return self.texts["valid"].within(super().selection_part())
 
     def scored_batches(self, part: Texts, **layout) -> Batches:
         """Return all texts of a part, of which each has one prediction."""

@@ -28,8 +28,8 @@ class MaskedLM(Objective):
         self.options = {"rate": plan.objective.rate, "vocabulary": corpus.vocabulary}
         layout |= {"segment": segment, "order": plan.batch.order}
         self.batches = MaskedWindows(corpus.splits["train"], **layout, **self.options)
-        parts = [self.reported_part(split, limit=plan.eval.bytes) for split in self.splits]
-        shortest = min(map(len, [*parts, self.selection_part()]))
+        parts = [self.selection_part(), *map(self.reported_part, self.splits)]
+        shortest = min(map(len, parts))
         if shortest < segment:
             raise ValueError(
                 f"batch.segment={segment}: {allowed} are at most the {shortest:,} bytes that are "

@@ -68,11 +68,12 @@ class Objective:
         score = self.score(model, part, check=check)
         return score, score.future.row()
 
-    def reported_part(self, split: str, *, limit: int | None = None) -> Part:
-        """Return the part of a split that is scored at the end, or at most its first ``limit``
-        bytes."""
-        selection_bytes = self.plan.eval.selection_bytes
-        return self.corpus.scored_part(split, selection_bytes=selection_bytes, limit=limit)
+    def reported_part(self, split: str, *, capped: bool = True) -> Part:
+        """Return the part of a split that is scored at the end; ``capped`` by ``eval.bytes``, if
+        this is set."""
+        e = self.plan.eval
+        limit = e.bytes if capped else None
+        return self.corpus.scored_part(split, selection_bytes=e.selection_bytes, limit=limit)
 
     def selection_part(self) -> Part:
         """Return the part of valid that selects the best weights."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from harness.data.streams import (
     Batches,
@@ -202,10 +203,7 @@ def score(
     dim = int(carry)
     scored = torch.cat(predicted, dim)[torch.cat(masks, dim)] if predicted else torch.empty(0, 2)
     if processes.world_size > 1:
-        stats = {
-            name: {key: tensor.cpu() for key, tensor in tensors.items()}
-            for name, tensors in stats.items()
-        }
+        stats = tree_map_only(Tensor, Tensor.cpu, stats)
     stats = functools.reduce(add_stats, processes.all_gather(stats, long_wait=True))
     found = Future()
     if check is not None:

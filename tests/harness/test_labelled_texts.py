@@ -115,8 +115,8 @@ def test_texts_are_padded_to_the_longest_rounded_up_and_cut_at_the_limit():
     assert inputs.count_nonzero(dim=1).tolist() == [1, 70] and labels.tolist() == [[0], [2]]
     assert TEXTS.cut(100).padded(torch.tensor([1, 4]), longest=100)[0].shape == (2, 64)
     assert TEXTS.cut(100).padded(torch.tensor([3]), longest=100)[2].tolist() == [100]
-    assert TEXTS.between(2, 80).lengths.tolist() == [5, 70]
-    assert TEXTS.between(300, 305).lengths.tolist() == [3]
+    assert TEXTS.within(TEXTS.content[2:80]).lengths.tolist() == [5, 70]
+    assert TEXTS.within(TEXTS.content[300:305]).lengths.tolist() == [3]
 
 
 def test_an_epoch_reads_every_text_once_and_processes_divide_a_step():
