@@ -213,17 +213,19 @@ def group_heads(keys: Iterable[_Group]) -> Iterator[tuple[_Group, slice]]:
 
 def query_chunks(
     rows: int, keys: int, max_keys: int, shift: int, *, both: bool = False
-) -> Iterator[tuple[int, int, int, int]]:
-    """Cut the queries that see a key into chunks: yields ``(begin, end, low, high)``, a chunk's
-    rows and its band of keys. The band ends with the nearest key of the chunk's last row, or with
-    ``both`` at most ``max_keys - 1`` keys after it."""
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Cut the queries that see a key into chunks: yields ``(begin, end, low, high, shift)``, a
+    chunk's rows and its band of keys, and the ``shift`` of its ``Window``. The band ends with the
+    nearest key of the chunk's last row, or with ``both`` at most ``max_keys - 1`` keys after
+    it."""
     size = max(32, min(128, max_keys))
     nearest = keys - rows - shift  # key of row 0, column 0
     after = max_keys - 1 if both else 0
     for begin in range(max(0, -nearest), rows, size):
         end = min(begin + size, rows)
         low = max(0, nearest + begin - max_keys + 1)
-        yield begin, end, low, min(keys, nearest + end + after)
+        high = min(keys, nearest + end + after)
+        yield begin, end, low, high, high - nearest - end
 
 
 def executed_flops(
@@ -241,7 +243,7 @@ def executed_flops(
     ):
         chunks = query_chunks(rows, keys, max_keys, window.shift, both=window.both)
         pairs += (heads.stop - heads.start) * sum(
-            (end - begin) * (high - low) for begin, end, low, high in chunks
+            (end - begin) * (high - low) for begin, end, low, high, _ in chunks
         )
     persistent_pairs = 0
     if inputs.extra_k is not None:
@@ -283,13 +285,11 @@ def _calls(
     Calls of equal shape share one mask."""
     bias = table = inputs.bias  # table [H, n] is added to the scores of columns
     slope = None
-    both = window.both
     if inputs.z is not None:
         z = inputs.z.detach()
         n_distances = max(window.max_keys)
         table = plain.soft_mask(z, window.ramp, n_distances).log()
         table = table if bias is None else table + bias
-        slope = None
         if needs_slopes:
             slope = plain.ramp_slope(z, window.ramp, n_distances)
     for (max_keys, keys), heads in group_heads(
@@ -297,13 +297,12 @@ def _calls(
     ):
         of_heads = [None if x is None else x[heads, :max_keys] for x in (table, bias, slope)]
         masks: dict[tuple[int, int, int], tuple] = {}
-        for begin, end, low, high in query_chunks(
-            inputs.q.shape[2], keys, max_keys, window.shift, both=both
+        for begin, end, low, high, shift in query_chunks(
+            inputs.q.shape[2], keys, max_keys, window.shift, both=window.both
         ):
             shape = (end - begin, high - low)
-            after = high - end if both else 0
-            sides = {"shift": after, "both": both}
-            if (*shape, after) not in masks:
+            sides = {"shift": shift, "both": window.both}
+            if (*shape, shift) not in masks:
                 tables = tuple(
                     None
                     if x is None or slope is None
@@ -311,10 +310,10 @@ def _calls(
                     for x in of_heads[1:]
                 )
                 mask = _chunk_mask(of_heads[0], max_keys, *shape, inputs.q, **sides)
-                masks[*shape, after] = mask, tables
-            mask, (bias_of_keys, slope_of_keys) = masks[*shape, after]
+                masks[*shape, shift] = mask, tables
+            mask, (bias_of_keys, slope_of_keys) = masks[*shape, shift]
             if inputs.valid is not None:
-                hidden = plain.padding_mask(inputs.valid - low, *shape, shift=after)
+                hidden = plain.padding_mask(inputs.valid - low, *shape, shift=shift)
                 mask = _align(mask.masked_fill(hidden, -torch.inf))
                 if needs_slopes:
                     slope_of_keys = slope_of_keys.masked_fill(hidden, 0)
