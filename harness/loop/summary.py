@@ -128,7 +128,7 @@ def final_score(trainer: Trainer, name: str) -> Final:
     """Score the split ``name`` with the present weights."""
     plan = trainer.plan
     objective = trainer.objective
-    part = trainer.reported_split(name)
+    part = objective.reported_part(name)
     trainer.check_weights()
     spent = trainer.state.spent.bytes
     with trainer.whole_parameters():
@@ -151,7 +151,7 @@ def compressors(trainer: Trainer) -> dict[str, dict[str, float]]:
     spent = trainer.state.spent.bytes
     objective = trainer.objective
     return {
-        name: objective.baselines(trainer.reported_split(name), trained_bytes=spent)
+        name: objective.baselines(objective.reported_part(name), trained_bytes=spent)
         for name in objective.splits
     }
 

@@ -20,8 +20,7 @@ from harness.model import LanguageModel
 from harness.objective.causal_lm import CausalLM
 from harness.objective.classify import Classify
 from harness.objective.masked_lm import MaskedLM
-from harness.objective.objective import Objective, Part
-from harness.objective.scoring import Score
+from harness.objective.objective import Objective
 from harness.optim.budget import Spent
 from harness.optim.optimizers import SHARDABLE
 from harness.plan.build import Plan
@@ -62,7 +61,6 @@ class Trainer:
         # Steps that may have diverged: the function that reads whether one did, its index and
         # learning rate.
         self._unchecked_steps: deque[tuple[Callable[[], float], int, float]] = deque()
-        self.selection_split()
         if processes.world_size > 1:
             self._check_division()
             # from here on only dropout draws numbers
@@ -239,36 +237,12 @@ class Trainer:
             metrics=self.model.metrics({}),
         )
 
-    def evaluate(self, part: Part, **options: int | None) -> Score:
-        """Score a part of a split with the present weights; ``options`` are those of the
-        objective's ``score``."""
-        self.check_weights()
-        with self.whole_parameters():
-            return self.objective.score(self.model, part, **options)
-
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Context in which parameters are complete, for reading."""
         distributed = self.optimizers.distributed
         if distributed:
             return distributed.unsharded()
         return nullcontext()
-
-    def reported_split(self, split: str) -> Part:
-        """Return what is scored of a split at the end."""
-        return self.objective.reported_part(split)
-
-    def selection_split(self) -> Part:
-        """Return what selects the best weights. ValueError if it has fewer than two bytes."""
-        selection_bytes = self.plan.eval.selection_bytes
-        valid = self.corpus.splits["valid"]
-        split = self.objective.selection_part()
-        if len(split) < 2:
-            raise ValueError(
-                f"eval.selection_bytes={selection_bytes}: leaves {len(split)} of the {len(valid)} "
-                "bytes of valid for selecting weights; allowed are 2 or more, or null, with at "
-                "least 4 bytes of valid"
-            )
-        return split
 
     def _check_division(self) -> None:
         """Raise ValueError if several processes cannot divide the work."""

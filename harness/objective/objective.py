@@ -48,6 +48,7 @@ class Objective:
         self.scored_rows = max(1, plan.eval.streams * plan.eval.segment // plan.batch.segment)
         b = plan.batch
         self.prepare(streams=b.streams, segment=b.segment, seed=plan.seed)
+        self.selection_part()
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -76,5 +77,14 @@ class Objective:
         return self.corpus.scored_part(split, selection_bytes=e.selection_bytes, limit=limit)
 
     def selection_part(self) -> Part:
-        """Return the part of valid that selects the best weights."""
-        return self.corpus.selection_part(self.plan.eval.selection_bytes)
+        """Return the part of valid that selects the best weights. ValueError if it has fewer than
+        two bytes."""
+        selection_bytes = self.plan.eval.selection_bytes
+        part = self.corpus.selection_part(selection_bytes)
+        if len(part) < 2:
+            raise ValueError(
+                f"eval.selection_bytes={selection_bytes}: leaves {len(part)} of the "
+                f"{len(self.corpus.splits['valid'])} bytes of valid for selecting weights; allowed "
+                "are 2 or more, or null, with at least 4 bytes of valid"
+            )
+        return part

@@ -106,7 +106,7 @@ def test_the_score_is_the_mean_over_selected_bytes_in_any_batches():
     trainer = make_trainer(*MASKED, "variant=mhsa")
     for _ in range(3):
         trainer.step()
-    part = trainer.reported_split("valid")
+    part = trainer.objective.reported_part("valid")
     bits = final_score(trainer, "valid").bits_per_byte
     options = {"window": 40, "rate": 0.15, "vocabulary": 256, "batch": len(part)}
     ((inputs, windows, selected),) = scored_windows(part, **options)
