@@ -23,7 +23,7 @@ from bench.tables.frame import Rows
 from bench.tables.page import page_of
 from bench.tables.runs import run_tables
 from harness.cache import write_atomically
-from harness.failures import StorageFailure, exit_code
+from harness.failures import StorageFailure, exit_code, note
 from harness.record.cells import pluralize
 from harness.record.schema import BENCH_COMMANDS
 from harness.record.table import Table, escape_formula, one_line, print_table, to_csv
@@ -63,7 +63,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for line in [*rows.omitted, f"page: {page}"]:
             print(one_line(line))
     except (ValueError, OSError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        note(f"error: {one_line(str(error))}")
         return exit_code(error)
     return 0
 

@@ -1,7 +1,6 @@
 """Corpora: the bytes that a run reads, cut in order into train, valid and test. The name, length
 and SHA-256 of a corpus describe the bytes that were read, also where a fallback corpus was read."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from harness.data.sources import PUBLISHED, digest, read_path, read_published, r
 from harness.data.streams import permutation
 from harness.data.synthetic_text import synthetic_text
 from harness.data.texts import Texts
+from harness.failures import note
 
 SPLITS = ("train", "valid", "test")
 GENERATED = {
@@ -189,13 +189,12 @@ def load(
         name,
     )
     if error:
-        print(
+        note(
             f"data: {configured_name.upper()} CANNOT BE DOWNLOADED ({error}). READING "
             f"{name.upper()} INSTEAD: {len(content):,} bytes, sha256 {content_sha256}; bits per "
             f"byte are not comparable with those of {configured_name}. To download "
             f"{configured_name}, run python -m harness.data {configured_name}; to read a copy, "
-            "set data.path=FILE; to get an error instead of this corpus, set data.fallback=null.",
-            file=sys.stderr,
+            "set data.path=FILE; to get an error instead of this corpus, set data.fallback=null."
         )
     _check_digest(name, content_sha256, expected=sha256)
     parts = _cut(content, split, sequence=sequence or 1)

@@ -4,7 +4,6 @@ only errors."""
 import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -21,6 +20,7 @@ from harness.device.processes import SINGLE, ProcessGroup
 from harness.device.runtime import Runtime
 from harness.device.selection import device_kind, resolve_auto
 from harness.device.torch_settings import configure_torch, free_earlier_jobs
+from harness.failures import note
 from harness.loop.distribute import distribute
 from harness.loop.run import Run, record_errors
 from harness.loop.state import Validated
@@ -59,10 +59,7 @@ def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGr
     with processes.fail_together():
         corpus = corpora.load(**plan.data)
     if plan.data["path"] and corpus.n_bytes < SMALL_CORPUS:
-        print(
-            f"WARNING: data.path has only {corpus.n_bytes:,} bytes; scores of so few say little",
-            file=sys.stderr,
-        )
+        note(f"WARNING: data.path has only {corpus.n_bytes:,} bytes; scores of so few say little")
     if plan.objective.name == "classify":
         _warn_of_cut_texts(plan, corpus)
     common = {"command": command, "processes": processes, "display": display}
@@ -106,10 +103,9 @@ def _warn_of_cut_texts(plan: Plan, corpus: corpora.Corpus) -> None:
     segment = plan.batch.segment
     n_cut = sum(int((texts.lengths > segment).sum()) for texts in corpus.texts.values())
     if n_cut:
-        print(
+        note(
             f"WARNING: {n_cut:,} texts have more than batch.segment={segment} bytes; their first "
-            f"{segment} are read",
-            file=sys.stderr,
+            f"{segment} are read"
         )
 
 
@@ -201,10 +197,7 @@ def initialise(trainer: Trainer) -> dict:
         before, after = (
             f"{each['variant']} on {data_label(each['data'])}" for each in (pretrained, present)
         )
-        print(
-            f"WARNING: init_from.run={path}: trained {before}; this run trains {after}",
-            file=sys.stderr,
-        )
+        note(f"WARNING: init_from.run={path}: trained {before}; this run trains {after}")
     return pretrained
 
 
