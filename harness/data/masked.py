@@ -66,16 +66,10 @@ def hide(tokens: Tensor, hidden: Tensor, *, vocabulary: int) -> Tensor:
 
 
 def scored_windows(
-    split: Tensor,
-    *,
-    window: int,
-    rate: float,
-    vocabulary: int,
-    batch: int,
-    shard: Shard = UNSHARDED,
+    split: Tensor, *, window: int, rate: float, vocabulary: int, **layout
 ) -> Batches:
-    """Return the ``row_batches`` of the whole windows of ``split [n]``, whose targets are all
-    bytes. The mask is true for the selected ones."""
+    """Return the ``row_batches`` of the whole windows of ``split [n]`` in a ``layout``. Targets are
+    all bytes, and the mask is true for the selected ones."""
     windows = split.unfold(0, window, window)
 
     def read(rows: Tensor) -> Segment:
@@ -83,4 +77,4 @@ def scored_windows(
         selected = select(_SCORED, rows.numpy()[:, None], width=window, rate=rate)
         return hide(tokens, selected, vocabulary=vocabulary).int(), tokens, selected
 
-    return row_batches(len(windows), batch=batch, shard=shard, read=read)
+    return row_batches(len(windows), read=read, **layout)

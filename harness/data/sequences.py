@@ -25,21 +25,15 @@ class Sequences(Rows):
         return _pairs(self.sequences[self.rows(step, shard)])
 
 
-def scored_sequences(
-    split: Tensor,
-    *,
-    sequence: int,
-    batch: int,
-    shard: Shard = UNSHARDED,
-) -> Batches:
-    """Return the ``row_batches`` of all sequences of ``split [n T]``."""
+def scored_sequences(split: Tensor, *, sequence: int, **layout) -> Batches:
+    """Return the ``row_batches`` of all sequences of ``split [n T]`` in a ``layout``."""
     sequences = split.view(-1, sequence)
 
     def read(rows: Tensor) -> Segment:
         inputs, targets = _pairs(sequences[rows])
         return inputs, targets, targets >= 0
 
-    return row_batches(len(sequences), batch=batch, shard=shard, read=read)
+    return row_batches(len(sequences), read=read, **layout)
 
 
 def sample_sequences(split: Tensor, *, sequence: int, n_bytes: int) -> Tensor:

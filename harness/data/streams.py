@@ -160,7 +160,7 @@ class Rows:
 
 
 def row_batches(
-    n_rows: int, *, batch: int, shard: Shard, read: Callable[[Tensor], Segment]
+    n_rows: int, *, batch: int, shard: Shard = UNSHARDED, read: Callable[[Tensor], Segment]
 ) -> Batches:
     """Return all rows once, in order, as ``read(rows)`` returns them. At most ``batch`` of them
     form a batch, and a shard reads a contiguous part of the batches. The mask is false for rows

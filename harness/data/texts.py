@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.data.streams import UNSHARDED, Batches, Rows, Segment, Shard, row_batches
 
 MULTIPLE = 64
-"""Padded lengths are multiples of so many bytes, or the longest that is allowed."""
+"""Padded lengths are multiples of so many bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +55,11 @@ class Texts:
         """Return the texts, of which at most ``longest`` bytes are read."""
         return replace(self, lengths=self.lengths.clamp(max=longest))
 
-    def padded(self, rows: Tensor, *, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    def padded(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the bytes of some texts ``[B, T]``, zeros after each, their classes ``[B, 1]`` and
-        their lengths ``[B]``, int32. T is the longest length rounded up, at most ``longest``."""
+        their lengths ``[B]``, int32. T is the longest length rounded up."""
         lengths = self.lengths[rows]
-        width = min(-(-int(lengths.max()) // MULTIPLE) * MULTIPLE, longest)
-        columns = torch.arange(width)
+        columns = torch.arange(-(-int(lengths.max()) // MULTIPLE) * MULTIPLE)
         positions = (self.starts[rows][:, None] + columns) % len(self.content)
         inputs = self.content[positions] * (columns < lengths[:, None])
         return inputs.int(), self.labels[rows][:, None].int(), lengths.int()
@@ -81,14 +80,14 @@ class TextBatches(Rows):
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor, Tensor]:
         """Return what ``Texts.padded`` returns of a shard's texts in a step, counted from 0."""
-        return self.texts.padded(self.rows(step, shard), longest=self.segment)
+        return self.texts.padded(self.rows(step, shard))
 
 
-def scored_texts(texts: Texts, *, longest: int, batch: int, shard: Shard = UNSHARDED) -> Batches:
-    """Return the ``row_batches`` of all texts, with one scored prediction each."""
+def scored_texts(texts: Texts, **layout) -> Batches:
+    """Return the ``row_batches`` of all texts in a ``layout``, with one scored prediction each."""
 
     def read(rows: Tensor) -> Segment:
-        inputs, targets, lengths = texts.padded(rows, longest=longest)
+        inputs, targets, lengths = texts.padded(rows)
         return inputs, targets, targets >= 0, lengths
 
-    return row_batches(texts.number, batch=batch, shard=shard, read=read)
+    return row_batches(texts.number, read=read, **layout)

@@ -38,7 +38,7 @@ class Classify(Objective):
 
     def scored_batches(self, part: Texts, **layout) -> Batches:
         """Return all texts of a part, of which each has one prediction."""
-        return scored_texts(part, longest=self.scored_segment, **layout)
+        return scored_texts(part, **layout)
 
     def score_sample(self, model: LanguageModel, part: Texts, *, pairs: int) -> tuple[Score, dict]:
         """Score texts, spread over the part."""

@@ -42,6 +42,8 @@ class Objective:
         self.plan = plan
         self.runtime = runtime
         self.corpus = corpus
+        # those that are scored at the end
+        self.splits = ("valid", "test") if plan.eval.test else ("valid",)
         self.train_bytes = len(corpus.splits["train"])  # of an epoch
         # bytes of a row in a forward pass of scores, and number of rows
         self.scored_segment = plan.batch.segment
@@ -49,13 +51,6 @@ class Objective:
         b = plan.batch
         self.prepare(streams=b.streams, segment=b.segment, seed=plan.seed)
         self.selection_part()
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Names of the splits that are scored at the end."""
-        if self.plan.eval.test:
-            return ("valid", "test")
-        return ("valid",)
 
     def score(self, model: LanguageModel, part: Part, *, check: ReadCheck | None = None) -> Score:
         """Score all rows of a part."""
