@@ -7,7 +7,7 @@ A form is one of ``FORMS``, or a format of Python such as ``,.2f``, before it pe
 measured in place of the number, and `` ~KEY`` marks an approximate number if the row's number at
 KEY is not 0."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from bench.tables import read_yaml
 from bench.tables.compare import optimizer_words
 from harness.record import cells
 from harness.record.closing_table import pretrained_label
-from harness.record.table import Cell, Column, Table
+from harness.record.table import Cell, Column, Table, print_table
 
 COLUMNS = read_yaml("tables/columns.yaml")
 
@@ -145,6 +145,13 @@ def columns(section: str, *, distances: Sequence[str] = ()) -> list[Column]:
                 Column(column_heading, *explained, cell=cell, numeric=numeric, part=part)
             )
     return section_columns
+
+
+def print_runs(tables: Iterable[Table]) -> None:
+    """Print the tables of runs, without notes."""
+    for table in tables:
+        if table.name.startswith("runs-"):
+            print_table(replace(for_terminal(table), notes=()))
 
 
 def for_terminal(table: Table) -> Table:

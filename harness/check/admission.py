@@ -121,8 +121,9 @@ def findings_at_sizes(plan: Plan, *, text: torch.Tensor | None = None) -> Iterat
     """Yield the outcome of promises that depend on sizes, in a narrow network at the plan's span
     and batch sizes."""
     checked = contract_plan(plan, device_kind(plan.runtime))
+    narrow = reduce_width(checked)
     if plan.objective.direction == "both":
-        yield from check_plan(reduce_width(checked))
+        yield from check_plan(narrow)
         return
     e = plan.eval
     b = plan.batch
@@ -139,6 +140,5 @@ def findings_at_sizes(plan: Plan, *, text: torch.Tensor | None = None) -> Iterat
     ]
     if (b.streams, b.segment) != (e.streams, e.segment):
         sizes.append(Size("eval", b.streams, b.segment, True))
-    options = {"text": text, "checks": AT_RUN_SIZES, "sizes": tuple(sizes)}
-    yield from check_plan(reduce_width(checked), **options)
+    yield from check_plan(narrow, text=text, checks=AT_RUN_SIZES, sizes=tuple(sizes))
     yield compare_flops_at_sizes(checked, text=text)

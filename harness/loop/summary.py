@@ -106,7 +106,7 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
         training_flops=progress["training_flops"],
         flops_per_byte=ForwardFlops(
             executed=executed.per_byte,
-            ideal=trainer.ideal_flops(),
+            ideal=model.ideal_flops(text=segment),
             unknown=executed.unknown,
             warm=executed.warm,
         ),

@@ -215,12 +215,6 @@ class Trainer:
         clock |= {"compile_seconds": self.state.compile_seconds}
         return row | {"training_flops": spent.flops, "clock": clock}
 
-    def ideal_flops(self) -> int:
-        """Return the ideal forward FLOPs per byte of ``LanguageModel.ideal_flops``, of a text of
-        the scored length if both sides are seen."""
-        both = self.plan.objective.direction == "both"
-        return self.model.ideal_flops(text=self.objective.scored_segment if both else None)
-
     def train_row(self) -> Train:
         """Return a row of the steps since the last one."""
         progress = self.progress()
@@ -233,7 +227,7 @@ class Trainer:
             **progress,
             bits_per_byte=nats / math.log(2),
             learning_rate=self._learning_rate,
-            ideal_flops_per_byte=self.ideal_flops(),
+            ideal_flops_per_byte=self.model.ideal_flops(text=self.objective.scored_segment),
             metrics=self.model.metrics({}),
         )
 

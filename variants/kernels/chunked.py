@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from variants.kernels import dropout as dropout_counters
 from variants.kernels import window as plain
-from variants.kernels.fused import group_heads, query_chunks
+from variants.kernels.fused import query_chunks, window_groups
 from variants.kernels.window import Inputs, Window, replaced
 
 KEY_FIELDS = ("k", "v", "key_bias")
@@ -35,9 +35,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor
         seed = dropout_counters.row_numbers(seed, *q.shape[:3])
     inputs = replaced(inputs, **shared, seed=seed)
     parts = []
-    for (max_keys, keys), heads in group_heads(
-        zip(window.max_keys, inputs.key_counts(), strict=True)
-    ):
+    for (max_keys, keys), heads in window_groups(inputs, window):
         group_window = replaced(
             window, max_keys=(max_keys,) * (heads.stop - heads.start), max_keys_tensor=None
         )

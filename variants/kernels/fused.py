@@ -211,6 +211,11 @@ def group_heads(keys: Iterable[_Group]) -> Iterator[tuple[_Group, slice]]:
         first = last
 
 
+def window_groups(inputs: Inputs, window: Window) -> Iterator[tuple[tuple[int, int], slice]]:
+    """Return ``group_heads`` by ``max_keys`` and number of keys."""
+    return group_heads(zip(window.max_keys, inputs.key_counts(), strict=True))
+
+
 def query_chunks(
     rows: int, keys: int, max_keys: int, shift: int, *, both: bool = False
 ) -> Iterator[tuple[int, int, int, int, int]]:
@@ -238,9 +243,7 @@ def executed_flops(
     streams, _, rows, width = inputs.q.shape
     padded_width = width if inputs.q.device.type == "cpu" else width + -width % ALIGNMENT
     pairs = 0
-    for (max_keys, keys), heads in group_heads(
-        zip(window.max_keys, inputs.key_counts(), strict=True)
-    ):
+    for (max_keys, keys), heads in window_groups(inputs, window):
         chunks = query_chunks(rows, keys, max_keys, window.shift, both=window.both)
         pairs += (heads.stop - heads.start) * sum(
             (end - begin) * (high - low) for begin, end, low, high, _ in chunks
@@ -292,9 +295,7 @@ def _calls(
         table = table if bias is None else table + bias
         if needs_slopes:
             slope = plain.ramp_slope(z, window.ramp, n_distances)
-    for (max_keys, keys), heads in group_heads(
-        zip(window.max_keys, inputs.key_counts(), strict=True)
-    ):
+    for (max_keys, keys), heads in window_groups(inputs, window):
         of_heads = [None if x is None else x[heads, :max_keys] for x in (table, bias, slope)]
         masks: dict[tuple[int, int, int], tuple] = {}
         for begin, end, low, high, shift in query_chunks(
