@@ -85,13 +85,10 @@ class Corpus:
     def answer_masks(self, part: Tensor) -> dict[str, Tensor]:
         """Return for each label, which targets of a part, uint8 ``[n]``, are answers of this kind:
         bool ``[n - 1]``, or ``[n]`` for whole sequences."""
-        find = self.generated.answers
-        answers = {}
-        if find:
-            answers = find(self._bytes(part), **self.options)
-        first_target = 1
-        if self.sequence:
-            first_target = 0
+        if not self.generated.answers:
+            return {}
+        answers = self.generated.answers(self._bytes(part), **self.options)
+        first_target = 0 if self.sequence else 1
         return {label: torch.from_numpy(mask[first_target:]) for label, mask in answers.items()}
 
     def repeat_masks(self, part: Tensor) -> dict[str, Tensor]:

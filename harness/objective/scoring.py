@@ -54,10 +54,9 @@ class Score(NamedTuple):
     def bits_by_label(self, masks: Mapping[str, Tensor]) -> dict[str, float | None]:
         """Return the mean bits of the pairs where a mask, bool ``[pairs]``, is true; None if it
         is true nowhere."""
-        scores = {label: self._replace(nats=self.nats[mask]) for label, mask in masks.items()}
         return {
-            label: score.bits_per_byte if len(score.nats) else None
-            for label, score in scores.items()
+            label: self._replace(nats=self.nats[mask]).bits_per_byte if mask.any() else None
+            for label, mask in masks.items()
         }
 
     def answers(self, masks: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
@@ -66,8 +65,8 @@ class Score(NamedTuple):
         and no key without masks."""
         if not masks:
             return {}
-        correct = {label: self.correct[mask].double() for label, mask in masks.items()}
-        accuracy = {label: answers.mean().item() for label, answers in correct.items()}
+        correct = self.correct.double()
+        accuracy = {label: correct[mask].mean().item() for label, mask in masks.items()}
         return {"bits_per_copy": self.bits_by_label(masks), "answer_accuracy": accuracy}
 
 
@@ -235,8 +234,7 @@ def _predictions(
         inputs, targets, *valid = runtime.to_device(inputs, targets, *lengths)
         keywords = dict(zip(("valid",), valid, strict=False))
         with runtime.autocast():
-            past = state if carry else None
-            out = forward(inputs, past, collect_stats=collect_stats, **keywords)
+            out = forward(inputs, state, collect_stats=collect_stats, **keywords)
         # one prediction for each target, also of a pooled model
         logits = out.logits.view(*targets.shape, -1)
         nats = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
@@ -250,5 +248,6 @@ def _predictions(
         correct = out.logits.argmax(-1).cpu() == targets
         if check is not None:
             check.compare(index, segment, nats, predict_batch)
-        state = out.state
+        if carry:
+            state = out.state
         yield nats, correct, mask, out.stats
