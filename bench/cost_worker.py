@@ -225,7 +225,7 @@ class CostWorker:
         return {"flops": counted}
 
     def _model(self) -> LanguageModel:
-        model = self.plan.make_model(classes=len(self.corpus.classes) or None)
+        model = self.plan.make_model(classes=len(self.corpus.classes))
         add_noise_(model)
         if self.task.spans == "learned":
             place_spans(model, heads=self.plan.model.heads)

@@ -272,10 +272,13 @@ def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:
         compared |= {
             f"batch.{key}": config["batch"][key] for key in ("streams", "segment", "carry")
         }
-        compared["batch.order"] = config["batch"].get("order", "random")  # older rows lack it
         objective = config.get("objective", OLD_OBJECTIVE)
         compared |= {f"objective.{key}": setting for key, setting in objective.items()}
-        compared |= {"seed": config["seed"], "data.sha256": row["data"]["sha256"]}
+        compared |= {
+            "batch.order": config["batch"].get("order", "random"),  # older rows lack it
+            "seed": config["seed"],
+            "data.sha256": row["data"]["sha256"],
+        }
         for group in row["optimizers"]:
             compared[f"optim {group['name']}"] = (group["optimizer"], group["parameters"])
     return compared

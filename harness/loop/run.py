@@ -167,8 +167,6 @@ class Run:
         settings = vars(plan.record.wandb) | {
             "name": name,
             "tags": (*plan.record.wandb.tags, plan.variant, corpus),
-        }
-        settings |= {
             "job_type": plan.purpose,
             "config": to_json(plan.config),
             "id": id,

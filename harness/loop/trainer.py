@@ -46,7 +46,7 @@ class Trainer:
         processes = runtime.processes
         self.objective = OBJECTIVES[plan.objective.name](plan, corpus, runtime)
         self.stream = self.objective.batches
-        self.model = plan.make_model(classes=len(corpus.classes) or None)
+        self.model = plan.make_model(classes=len(corpus.classes))
         self.model.to(runtime.device)
         self.optimizers = plan.make_optimizers(self.model)
         _ = self.backend, self.evaluation_backend  # raise ValueError if one is impossible
@@ -207,12 +207,13 @@ class Trainer:
         spent = self.state.spent
         train_bytes = self.objective.train_bytes
         row = {"bytes_seen": spent.bytes, "step": spent.steps, "epochs": spent.bytes / train_bytes}
-        row |= {} if self._budget_in_seconds else {"fraction": self.fraction}
+        if not self._budget_in_seconds:
+            row["fraction"] = self.fraction
         clock = {
             "seconds": spent.seconds,
             "bytes_per_second": spent.bytes / max(spent.seconds, 1e-9),
+            "compile_seconds": self.state.compile_seconds,
         }
-        clock |= {"compile_seconds": self.state.compile_seconds}
         return row | {"training_flops": spent.flops, "clock": clock}
 
     def train_row(self) -> Train:

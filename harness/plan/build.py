@@ -136,8 +136,9 @@ class Plan(RunSettings):
         if self.data["sequence"]:  # read one by one, from an empty state
             protocol |= {"sequence": self.data["sequence"], "context": 0}
         if self.objective.name != "causal_lm":  # the objective of rows without the key
-            protocol |= {"context": 0, "segment": self.batch.segment}
             protocol |= {
+                "context": 0,
+                "segment": self.batch.segment,
                 "objective": self.objective.name,
                 "direction": self.objective.direction,
                 "rate": self.objective.rate,
