@@ -23,8 +23,6 @@ MAX_ROUNDING = 10  # largest change that may count as rounding, as a multiple of
 # first keys of the hash, other than those of harness/data/streams.py
 _BATCH_KEY = 3
 _POSITION_KEY = 4
-Replaced = tuple[Tensor, Tensor]
-"""Inputs with other bytes, and a mask of the predictions to compare."""
 
 
 class Future(NamedTuple):
@@ -185,7 +183,7 @@ class ReadCheck:
         model: LanguageModel,
         runtime: Runtime,
         *,
-        replace: Callable[..., tuple[Replaced, ...]],
+        replace: Callable[..., tuple[tuple[Tensor, Tensor], ...]],
     ):
         rounding = any("rounding" in sublayer.limits for _, sublayer in model.sublayers())
         self.tolerance = MAX_NOISE_NATS[runtime.precision]

@@ -10,7 +10,6 @@ from harness.data.sequences import spread
 from harness.data.streams import Batches
 from harness.data.texts import TextBatches, Texts, scored_texts
 from harness.model import LanguageModel
-from harness.objective.checks import Replaced
 from harness.objective.objective import Objective
 from harness.objective.scoring import Score
 
@@ -55,7 +54,7 @@ class Classify(Objective):
 
     def replace(
         self, inputs: Tensor, targets: Tensor, mask: Tensor, lengths: Tensor
-    ) -> tuple[Replaced, ...]:
+    ) -> tuple[tuple[Tensor, Tensor], ...]:
         """Return the inputs ``[B, T]`` of texts with other bytes as padding, which must not matter;
         and those with another byte at the end of each text."""
         distance = torch.arange(inputs.shape[1]) - lengths[:, None]

@@ -8,7 +8,6 @@ from harness.data.neighbour_counts import neighbour_bits
 from harness.data.sequences import sample_sequences
 from harness.data.streams import Batches
 from harness.model import LanguageModel
-from harness.objective.checks import Replaced
 from harness.objective.objective import Objective
 from harness.objective.scoring import Score
 
@@ -45,7 +44,9 @@ class MaskedLM(Objective):
         sample = sample_sequences(part, sequence=self.scored_segment, n_bytes=pairs)
         return self.score(model, sample), {}
 
-    def replace(self, inputs: Tensor, tokens: Tensor, selected: Tensor) -> tuple[Replaced, ...]:
+    def replace(
+        self, inputs: Tensor, tokens: Tensor, selected: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], ...]:
         """Return the inputs ``[B, T]`` of windows with other hidden bytes; and those with other
         visible bytes in the second half, for predictions of the first."""
         vocabulary = self.corpus.vocabulary
