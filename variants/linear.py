@@ -105,7 +105,7 @@ class CarriedSums(MultiHead):
         dtype = torch.promote_types(v.dtype, torch.float32)
         with without_autocast(v.device):
             q, k, log_scale = self.features_of(q.to(dtype), k.to(dtype))
-            v = v.to(dtype)
+            v = F.pad(v.to(dtype), (0, 1), value=1.0)  # the column of ones sums the weights
             if self.both:
                 return attend_all(q, k, v, log_scale=log_scale, valid=valid), None
             return self._past_means(x.to(dtype), q, k, v, log_scale=log_scale, state=state)
@@ -118,7 +118,8 @@ class CarriedSums(MultiHead):
     def _past_means(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, log_scale: Tensor, state: State
     ) -> tuple[Tensor, State]:
-        """Return weighted means of past values for features ``q`` and ``k``, and the next state."""
+        """Return weighted means of past values for features ``q`` and ``k``, and the next state.
+        ``v [B, H, T, K + 1]`` has a column of ones."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -173,6 +174,5 @@ class LinearAttention(CarriedSums):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, log_scale: Tensor, state: State
     ) -> tuple[Tensor, State]:
         """Return means, and as the state S and z, ``[B, H, F, K + 1]``."""
-        v = F.pad(v, (0, 1), value=1.0)  # the column of ones sums the weights
         options = {"sums": state, "attend_self": not self.shift, "chunk": self.chunk}
         return normalize(*attend(q, k, v, self.log_decay(x), **options))

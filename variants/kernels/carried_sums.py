@@ -50,13 +50,12 @@ def attend(
 
     Args:
         q, k: features ``[B, H, T, F]``, at least 0, in the precision of the sums.
-        v: ``[B, H, T, K]``.
+        v: ``[B, H, T, K + 1]``; the last column is ones, which sum the weights.
         log_scale: l of each key, ``[B, H, T]``; it gets no gradient.
         slopes: decay per byte of distance, ``[H]``; None for no decay.
         state: (S ``[B, H, F, K + 1]``, M ``[B, H]``) after the previous segment, or None.
         attend_self: whether a query sees the key of its own position.
         chunk: C, bytes."""
-    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # the last column sums the weights
     if state is None:
         state = (
             v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]),
@@ -96,7 +95,6 @@ def attend_all(
         padding = torch.arange(k.shape[2], device=k.device) >= valid[:, None, None]
         log_scale = log_scale.masked_fill(padding, -torch.inf)
     k = k * (log_scale - log_scale.amax(-1, keepdim=True)).exp()[..., None]
-    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
     return normalize(q @ (k.mT @ v), ())[0]
 
 
