@@ -107,19 +107,20 @@ class CarriedSums(MultiHead):
             q, k, log_scale = self.features_of(q.to(dtype), k.to(dtype))
             v = F.pad(v.to(dtype), (0, 1), value=1.0)  # the column of ones sums the weights
             if self.both:
-                return attend_all(q, k, v, log_scale=log_scale, valid=valid), None
-            return self._past_means(x.to(dtype), q, k, v, log_scale=log_scale, state=state)
+                return normalize(attend_all(q, k, v, log_scale=log_scale, valid=valid)), None
+            sums, state = self._past_sums(x.to(dtype), q, k, v, log_scale=log_scale, state=state)
+            return normalize(sums), state
 
     def features_of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return features of queries and of keys, ``[B, H, T, F]``, and l of
         ``kernels/carried_sums.py``, ``[B, H, T]``."""
         raise NotImplementedError
 
-    def _past_means(
+    def _past_sums(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, log_scale: Tensor, state: State
     ) -> tuple[Tensor, State]:
-        """Return weighted means of past values for features ``q`` and ``k``, and the next state.
-        ``v [B, H, T, K + 1]`` has a column of ones."""
+        """Return weighted sums of past values ``v [B, H, T, K + 1]``, which have a column of ones,
+        for features ``q`` and ``k``; and the next state."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -170,9 +171,9 @@ class LinearAttention(CarriedSums):
             return x.new_zeros(1, 1, 1, 1)
         return -slopes[None, :, None, None]
 
-    def _past_means(
+    def _past_sums(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, log_scale: Tensor, state: State
     ) -> tuple[Tensor, State]:
-        """Return means, and as the state S and z, ``[B, H, F, K + 1]``."""
+        """Return sums, and as the state S and z, ``[B, H, F, K + 1]``."""
         options = {"sums": state, "attend_self": not self.shift, "chunk": self.chunk}
-        return normalize(*attend(q, k, v, self.log_decay(x), **options))
+        return attend(q, k, v, self.log_decay(x), **options)

@@ -65,10 +65,10 @@ class Performer(CarriedSums):
         rows = [orthogonal_rows(self.features, self.d_head) for _ in range(self.heads)]
         self.register_buffer("directions", torch.stack(rows))  # W: [H, m, K]
 
-    def _past_means(
+    def _past_sums(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options
     ) -> tuple[Tensor, State]:
-        """Return means, and as the state S and M of ``kernels/carried_sums.py``."""
+        """Return sums, and as the state S and M of ``kernels/carried_sums.py``."""
         options |= {"slopes": self.position.slopes(v.dtype), "attend_self": not self.shift}
         return attend(q, k, v, **options, chunk=self.chunk)
 

@@ -46,7 +46,7 @@ def attend(
     attend_self: bool = True,
     chunk: int,
 ) -> tuple[Tensor, State]:
-    """Return weighted means ``[B, H, T, K]``, and the state after the segment, detached.
+    """Return weighted sums ``[B, H, T, K + 1]``, and the state after the segment, detached.
 
     Args:
         q, k: features ``[B, H, T, F]``, at least 0, in the precision of the sums.
@@ -72,20 +72,20 @@ def attend(
 
     state = tuple(x.to(v.dtype) for x in state)
     out, (sums, max_scale) = map_pieces(step, state, q, k, v, log_scale.detach(), chunk=chunk)
-    return normalize(out, (sums.detach(), max_scale))
+    return out, (sums.detach(), max_scale)
 
 
-def normalize(sums: Tensor, state: State) -> tuple[Tensor, State]:
-    """Return ``sums [B, H, T, K + 1]`` divided by the last column, the total weight (0 where that
-    is 0); and ``state``."""
+def normalize(sums: Tensor) -> Tensor:
+    """Return ``sums [B, H, T, K + 1]`` divided by the last column, the total weight; 0 where that
+    is 0."""
     total = sums[..., -1:]
-    return sums[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), state
+    return sums[..., :-1] / torch.where(total > 0, total, torch.ones_like(total))
 
 
 def attend_all(
     q: Tensor, k: Tensor, v: Tensor, *, log_scale: Tensor, valid: Tensor | None
 ) -> Tensor:
-    """Return weighted means ``[B, H, T, K]`` over all keys of the segment.
+    """Return weighted sums ``[B, H, T, K + 1]`` over all keys of the segment.
 
     Args:
         q, k, v, log_scale: as in ``attend``.
@@ -95,7 +95,7 @@ def attend_all(
         padding = torch.arange(k.shape[2], device=k.device) >= valid[:, None, None]
         log_scale = log_scale.masked_fill(padding, -torch.inf)
     k = k * (log_scale - log_scale.amax(-1, keepdim=True)).exp()[..., None]
-    return normalize(q @ (k.mT @ v), ())[0]
+    return q @ (k.mT @ v)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:
