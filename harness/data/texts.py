@@ -76,7 +76,7 @@ class TextBatches(Rows):
     def size(self, step: int) -> tuple[int, int]:
         """Return the mean length of the texts of a step, rounded, and the bytes of all."""
         n_bytes = int(self.texts.lengths[self.rows(step)].sum())
-        return max(1, round(n_bytes / self.streams)), n_bytes
+        return round(n_bytes / self.streams), n_bytes
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor, Tensor]:
         """Return what ``Texts.padded`` returns of a shard's texts in a step, counted from 0."""

@@ -86,8 +86,9 @@ class CausalLM(Objective):
             scores.append(score_windows(model, part, runtime=self.runtime, **check))
             keys["windows_bits_per_byte"] = scores[-1].bits_per_byte
         floor = corpus.floor_bits(part)
-        precision = self.runtime.precision
-        future, causal = check_causality(model, scores, floor=floor, precision=precision)
+        future, causal = check_causality(
+            model, scores, floor=floor, precision=self.runtime.precision
+        )
         keys |= score.answers(corpus.answer_masks(part)) | future.row()
         if repeats := score.bits_by_label(corpus.repeat_masks(part)):
             keys["bits_per_repeat"] = repeats

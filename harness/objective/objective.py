@@ -3,10 +3,8 @@
 from torch import Tensor
 
 from harness.data.corpora import Corpus
-from harness.data.masked import MaskedWindows
-from harness.data.sequences import Sequences
-from harness.data.streams import Streams
-from harness.data.texts import TextBatches, Texts
+from harness.data.streams import Rows
+from harness.data.texts import Texts
 from harness.device.runtime import Runtime
 from harness.model import LanguageModel
 from harness.objective import scoring
@@ -36,7 +34,7 @@ class Objective:
     scored: str
     failed = MISREAD
     explain = staticmethod(misread)
-    batches: Streams | Sequences | MaskedWindows | TextBatches
+    batches: Rows
 
     def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
         self.plan = plan

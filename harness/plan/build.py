@@ -113,9 +113,8 @@ class Plan(RunSettings):
     def make_optimizers(self, model: LanguageModel) -> Optimizers:
         """Return the optimizers of a model built by ``make_model``."""
         optim = self.optim
-        groups = self.groups
-        if self.objective.encoder == "frozen":  # their patterns match nothing that is trained
-            groups = {}
+        # of a frozen encoder, their patterns match nothing that is trained
+        groups = {} if self.objective.encoder == "frozen" else self.groups
         groups = assign(model, default=optim["default"], matrices=optim["matrices"], groups=groups)
         return Optimizers(groups, lr=optim["lr"], schedule=optim["schedule"], clip=optim["clip"])
 
