@@ -100,18 +100,18 @@ def main(cfg: DictConfig) -> None:
             f"{name}: about {duration(seconds)} for {pluralize(len(plans), 'combination')} and "
             "the sizes of a run"
         )
-        for combination, plan in plans:
-            progress.begin(f"checking {combination}", seconds=COMBINATION_SECONDS)
-            found[str(combination)] = findings(plan)
-        progress.begin("checking the sizes of the run, which take longest", seconds=0.0)
         at_sizes = []
         try:
+            for combination, plan in plans:
+                progress.begin(f"checking {combination}", seconds=COMBINATION_SECONDS)
+                found[str(combination)] = findings(plan)
+            progress.begin("checking the sizes of the run, which take longest", seconds=0.0)
             for finding in findings_at_run_sizes(plans[0][0]):
                 at_sizes.append(finding)
                 each = RUN_SIZES_SECONDS / (len(AT_RUN_SIZES) + 1)
                 progress.begin(f"checked: {finding.promise}", seconds=each)
             found["sizes of the run"] = at_sizes
-        except MISTAKES:  # what was found before may explain it
+        except (*MISTAKES, KeyboardInterrupt):  # what was found before may explain a mistake
             progress.stop()
             print(*itertools.starmap(_details, found.items()), sep="\n")
             raise

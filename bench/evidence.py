@@ -141,15 +141,19 @@ def grid_params(grid: dict) -> dict[str, object]:
 
 
 def missing_runs(file: Path, *stages: str) -> list[dict[str, str]]:
-    """Return the points of stages of ``conf/evidence.yaml``, at any learning rate, of which
-    ``file`` has no row."""
+    """Return the points of stages of ``conf/evidence.yaml`` of which ``file`` has no row: at any
+    learning rate, if the stage trains at the best one."""
     config = OmegaConf.load(Path(CONF, "evidence.yaml"))
     cells = [cell_keys(row).items() for row in read_rows(file)]
     points = []
     for stage in stages:
         for grid in OmegaConf.to_container(config.stages[stage], resolve=True):
-            if file.name == table_of(grid):
-                points += [cell_keys({"cell": point}) for point in _points(grid_params(grid))]
+            if file.name != table_of(grid):
+                continue
+            params = grid_params(grid)
+            if "rates" in grid:  # at one learning rate, the best
+                params = {key: words for key, words in params.items() if key not in LR_FACTORS}
+            points += [cell_keys({"cell": point}) for point in _points(params)]
     return [point for point in points if not any(point.items() <= cell for cell in cells)]
 
 

@@ -130,14 +130,16 @@ def predict(plan: Plan, *, streams: int | None = None) -> dict:
     if streams is not None:
         plan = replace(plan, batch=replace(plan.batch, streams=streams))
     device = torch.device(kind_of(plan))
+    if plan.objective.encoder == "frozen":  # ``MemTracker`` needs a gradient of each parameter
+        raise ValueError("objective.encoder=frozen: cannot be predicted; allowed is trained")
     plan = eager_plan(plan)
     with torch.random.fork_rng(devices=[]):
-        model = plan.make_model()
+        model = plan.make_model(classes=2)
         backend = backend_of(model, Runtime(device=device, precision="float32", compile=False))
         if device.type != "cpu":  # a GPU's kernels have no code for a CPU's fake tensors
             backend = "plain" if backend == "plain" else "chunked"
             plan = replace(plan, runtime=replace(plan.runtime, backend=backend))
-            model = plan.make_model()
+            model = plan.make_model(classes=2)
     try:
         # ``from_tensor`` keeps shared tensors shared
         with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
@@ -195,6 +197,8 @@ def _peak_by_cause(plan: Plan, model: LanguageModel) -> dict[str, int]:
     inputs, targets = (
         torch.zeros(batch.streams, batch.segment, dtype=torch.int64) for _ in range(2)
     )
+    if model.pooled:
+        targets = targets[:, :1]
     past = torch.zeros(batch.streams, max(span, batch.segment), dtype=torch.int64)
     state = None
     if batch.carry:

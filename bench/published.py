@@ -418,7 +418,7 @@ SECTIONS = (
     ("Claims of the papers", "front_page", lambda path: [claims_table(PublishedRuns(path).frame)]),
     ("Combinations", "combinations", partial(bits_tables, best=True)),
     ("Copying from a distance", "recall", copy_tables),
-    ("Recall by key", "recall_by_key", recall_tables),
+    ("Recall by key", "recall_by_key", recall_tables, "recall_by_key", "recall_keys"),
     ("Skills", "skills", skills_tables),
     ("Recall with overwriting, 6 MB", "skills_6mb", skills_tables),
     ("Cost against context", "cost", cost_tables),

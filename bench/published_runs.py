@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bench.evidence import LR_FACTORS, MIN_FACTORS, cell_keys
+from bench.evidence import LR_FACTORS, MIN_FACTORS, cell_keys, missing_runs
 from bench.tables.compare import VARIANTS
 from bench.tables.frame import frame_of
 from bench.tables.means import mean_rows
@@ -76,12 +76,11 @@ def run_conditions(row: dict) -> str:
 
 def text_file(folder: Path) -> Path:
     """Return the file of the runs on text: those with windows in a permutation, or until these
-    exist the older ones with windows drawn at random."""
+    are complete the older ones with windows drawn at random."""
     path = folder / "text.jsonl"
-    has_reference = any(row["summary"]["variant"] == REFERENCE for row in read_rows(path))
-    if has_reference:
-        return path
-    return folder / "front_page.jsonl"
+    if missing_runs(path, "text_seeds"):
+        return folder / "front_page.jsonl"
+    return path
 
 
 def best_rates(runs: pd.DataFrame) -> pd.DataFrame:

@@ -291,13 +291,17 @@ class LanguageModel(nn.Module):
         of the head. A sublayer that does not state them is charged three times its ideal forward
         FLOPs. Norms, loss and embedding count 0."""
         bytes_per_use = segment if self.pooled else 1
-        needed = [NeededFlops.of_products(2 * self.head.weight.numel() / bytes_per_use)]
+        head = 2 * self.head.weight.numel() / bytes_per_use
+        needed = [NeededFlops.of_products(head)]
         for _, sublayer in self.sublayers():
             stated = sublayer.needed_flops(segment, carried=carried)
             needed.append(
                 NeededFlops.of_products(sublayer.ideal_flops()) if stated is None else stated
             )
-        return NeededFlops(*map(sum, zip(*needed, strict=True)))
+        total = NeededFlops(*map(sum, zip(*needed, strict=True)))
+        if self.embedding.weight.requires_grad:
+            return total
+        return total._replace(backward=head)  # of a frozen encoder, only the head has a gradient
 
     def flops_estimated_3x(self) -> list[str]:
         """Return the names of the sublayers whose FLOPs of a training step are estimated: three

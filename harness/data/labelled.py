@@ -5,11 +5,12 @@ import csv
 import json
 from codecs import BOM_UTF8
 from collections.abc import Iterator
+from functools import partial
 
 from harness.data.sources import read_path
 
 READERS = {
-    ".csv": csv.DictReader,
+    ".csv": partial(csv.DictReader, strict=True),
     ".jsonl": lambda lines: map(json.loads, filter(str.strip, lines)),
 }
 
@@ -29,19 +30,24 @@ def read_labelled(path: str) -> tuple[list[bytes], list[str]]:
             number += 1
             yield line.decode()
 
-    columns: dict[str, list[str]] = {"text": [], "label": []}
+    columns: dict[str, list[bytes]] = {"text": [], "label": []}
     try:
         for record in read(lines()):
             for key, column in columns.items():
                 entry = record.get(key)
                 if not isinstance(entry, str | int) or entry == "":
                     raise ValueError(f"{key}={entry!r}: needed are a text and a label")
-                column.append(str(entry))
+                column.append(str(entry).encode())
+            if None in record:
+                raise ValueError(
+                    f"{record[None]}: more fields than columns; quote a text with commas"
+                )
     except (ValueError, AttributeError, RecursionError, csv.Error) as error:
         raise ValueError(f"data.path={path!r}: line {number}: {error}") from error
-    classes = sorted(set(columns["label"]))
+    labels = [label.decode() for label in columns["label"]]
+    classes = sorted(set(labels))
     if len(classes) < 2:
         raise ValueError(
             f"data.path={path!r}: its labels are {classes}; at least two different ones are needed"
         )
-    return [text.encode() for text in columns["text"]], columns["label"]
+    return columns["text"], labels

@@ -48,7 +48,9 @@ class Texts:
         """Return the texts that lie in ``part``, a view of the content; at least one."""
         first = part.storage_offset()
         begin = min(int((self.starts < first).sum()), self.number - 1)
-        n_fitting = int((self.starts + self.lengths <= first + len(part)).sum())
+        end = first + len(part)
+        # a text that is cut still ends where the next one begins
+        n_fitting = int((self.starts[1:] <= end).sum()) + (len(self.content) <= end)
         return self.select(slice(begin, max(n_fitting, begin + 1)))
 
     def cut(self, longest: int) -> "Texts":

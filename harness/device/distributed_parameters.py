@@ -68,7 +68,8 @@ class DistributedParameters:
         for parameter, name in names.items():
             dtensor = model.get_parameter(name)
             parameter.data = dtensor.detach().to_local()  # shares memory with the DTensor
-            dtensor.register_post_accumulate_grad_hook(partial(_move_gradient, parameter))
+            if parameter.requires_grad:
+                dtensor.register_post_accumulate_grad_hook(partial(_move_gradient, parameter))
             if shard == "full":
                 self.dtensors[parameter] = dtensor
         # Their gradients are averaged after the backward pass.

@@ -268,11 +268,12 @@ def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:
         if key not in KEYS_THAT_MAY_DIFFER
     }
     compared |= {f"position.{key}": setting for key, setting in config["position"].items()}
+    objective = config.get("objective", OLD_OBJECTIVE)
+    compared["objective.direction"] = objective["direction"]
     if everything:
         compared |= {
             f"batch.{key}": config["batch"][key] for key in ("streams", "segment", "carry")
         }
-        objective = config.get("objective", OLD_OBJECTIVE)
         compared |= {f"objective.{key}": setting for key, setting in objective.items()}
         compared |= {
             "batch.order": config["batch"].get("order", "random"),  # older rows lack it

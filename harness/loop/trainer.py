@@ -144,10 +144,7 @@ class Trainer:
         present spans."""
         segment, n_bytes = self.stream.size(step)
         needed = self.model.needed_flops(segment, carried=self.stream.carried_bytes(step))
-        per_byte = needed.training
-        if self.plan.objective.encoder == "frozen":  # only the head has a gradient
-            per_byte = needed.forward + 2 * self.model.head.weight.numel() / segment
-        return round(per_byte * n_bytes)
+        return round(needed.training * n_bytes)
 
     def _check_steps(self, *, skip_last: int = 0) -> None:
         """Raise Diverged for the first step whose loss or gradient was not finite. The optimizers

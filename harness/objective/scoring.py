@@ -242,7 +242,8 @@ def _predictions(
 
     for index, segment in enumerate(batches):
         inputs, targets, mask, *lengths = segment
-        collect_stats = stats_from is not None and index >= stats_from
+        # statistics would count padding
+        collect_stats = stats_from is not None and index >= stats_from and not lengths
         predict_batch = partial(predict, targets, lengths, collect_stats)
         nats, out = predict_batch(inputs)
         correct = out.logits.argmax(-1).cpu() == targets

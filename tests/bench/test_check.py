@@ -213,13 +213,23 @@ def test_an_error_after_a_broken_promise_keeps_its_exit_code(cwd, monkeypatch):
     )
 
 
-def test_an_error_at_the_sizes_of_the_run_hides_no_finding(cwd, checked_plans, monkeypatch):
+@pytest.mark.parametrize(
+    "error, code, message",
+    [
+        (ValueError("model.span=512: too long"), 2, "error: model.span=512: too long\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+    ids=["mistake", "interrupted"],
+)
+def test_what_was_found_before_an_error_is_shown(
+    cwd, checked_plans, monkeypatch, error, code, message
+):
     def refuse(plan):
-        raise ValueError("model.span=512: too long")
+        raise error
 
     monkeypatch.setattr("harness.check.admission.findings_at_sizes", refuse)
     outcome = check("variant=mhsa", *SINGLE, "runtime.backend=plain")
-    assert outcome.code == 2 and outcome.err == "error: model.span=512: too long\n"
+    assert outcome.code == code and outcome.err == message
     assert outcome.out.endswith("pass  none, kv, attend_self=true, plain: 1 promise\n")
 
 

@@ -190,7 +190,12 @@ def test_costs_of_other_objectives_have_tables_of_their_own(cwd):
     texts = ("objective=classify", "data=listops", "data.bytes=100000")
     for objective in ((), ("objective=masked_lm",), texts):
         rows = rows_of(cost(*words, *objective))
+    frozen = rows_of(cost(*words, *texts, "objective.encoder=frozen"))[-1]
     causal, masked, texts = rows
+    of_head = 2 * 10 * 32 / 64
+    forward = texts["flops"]["ideal_per_byte"]
+    assert frozen["flops"]["training_per_byte"] == pytest.approx(forward + of_head, abs=1)
+    assert frozen["memory"]["gradient_bytes"] == 10 * 32 * 4
     for row in (masked, texts):
         assert violation(row, schema="cost") is None and row["status"] == "measured"
         assert row["memory"]["state_bytes"] == 0 and "generate_ms" not in row["time"]

@@ -105,6 +105,17 @@ def test_the_parts_of_the_prediction_have_their_closed_forms():
     assert past <= by_cause["state"] - batch - 2 * 8 <= past * 4 / 3
 
 
+def test_a_classifier_is_predicted_with_its_pooled_head_unless_its_encoder_is_frozen():
+    words = (*ON_CPU, *TINY, "data=listops", "batch.segment=256", "batch.streams=8")
+    masked, texts = (
+        predict(plan(*words, f"objective={name}"))["predicted_peak_bytes"]
+        for name in ("masked_lm", "classify")
+    )
+    assert masked - texts > 8 * 256 * 256 * 4, "logits of each byte"
+    with pytest.raises(ValueError, match="objective.encoder=frozen: cannot be predicted; allowed"):
+        predict(plan(*words, "objective=classify", "objective.encoder=frozen"))
+
+
 def test_the_predicted_state_follows_the_learned_spans():
     words = (
         "variant=adaptive_span",

@@ -58,6 +58,14 @@ def test_a_budget_counts_the_bytes_of_texts_and_no_padding():
     assert trainer.progress()["epochs"] == pytest.approx(read / train.item())
 
 
+def test_metrics_of_a_score_count_no_padding():
+    words = ("variant=all_attention", "variant.attention.persistent.number=8", "batch.segment=512")
+    trainer = make_trainer(*CLASSIFY, *words)
+    trainer.step()
+    metrics = final_score(trainer, "valid").metrics
+    assert not [name for name in metrics if name.endswith("persistent_mass")]
+
+
 @pytest.mark.parametrize("direction", ["both", "causal"])
 def test_padding_changes_no_score_and_a_model_that_reads_it_is_marked(direction, monkeypatch):
     words = (*CLASSIFY, "batch.segment=600", f"objective.direction={direction}", "check=false")
@@ -127,6 +135,12 @@ def test_the_weights_of_a_causal_model_are_refused():
     causal, _ = whole_run("variant=mhsa", "budget.steps=1")
     with pytest.raises(ValueError, match=r"embedding.weight is \(256, 16\).* needs \(257, 16\)"):
         make_run(*CLASSIFY, f"init_from.run={causal.folder.path}")
+
+
+def test_an_encoder_of_another_direction_is_refused():
+    masked, _ = whole_run(*MASKED, "budget.steps=1")
+    with pytest.raises(ValueError, match="objective.direction was both, is causal"):
+        make_run(*CLASSIFY, f"init_from.run={masked.folder.path}", "objective.direction=causal")
 
 
 def test_a_frozen_encoder_with_groups_of_parameters_trains_its_head():

@@ -67,6 +67,9 @@ MISTAKES = {
     "one class": ("a.csv", "text,label\nx,1\ny,1\n", "its labels are ['1']; at least two"),
     "UTF-8": ("a.csv", b"text,label\nx,1\n\xff,2\n", "line 3: 'utf-8' codec"),
     "long": ("a.csv", f"text,label\n{'x' * 200000},1\n", "line 2: field larger than"),
+    "more fields": ("a.csv", "text,label\na,1\nb, c,2\n", "line 3: ['2']: more fields than"),
+    "open quote": ("a.csv", 'label,text\n1,a\n2,"b\n1,c\n', "unexpected end of data"),
+    "surrogate": ("a.jsonl", '{"text": "\\ud800", "label": 1}\n', "line 1: 'utf-8' codec"),
     "suffix": ("a.txt", "x", "allowed are files of .csv, .jsonl"),
 }
 
@@ -117,6 +120,15 @@ def test_texts_are_padded_to_the_longest_rounded_up_and_cut_at_the_limit():
     assert TEXTS.cut(100).padded(torch.tensor([3]))[2].tolist() == [100]
     assert TEXTS.within(TEXTS.content[2:80]).lengths.tolist() == [5, 70]
     assert TEXTS.within(TEXTS.content[300:305]).lengths.tolist() == [3]
+
+
+@pytest.mark.parametrize("n_bytes", [1, 50, 200])
+def test_no_text_both_selects_weights_and_is_reported(n_bytes):
+    texts = Texts.of([b"a" * 90] * 9, [0] * 9).cut(20)
+    end = len(texts.content)
+    reported = texts.within(texts.content[: end - n_bytes]).starts.tolist()
+    selecting = texts.within(texts.content[end - n_bytes :]).starts.tolist()
+    assert reported and selecting and not set(reported) & set(selecting)
 
 
 def test_an_epoch_reads_every_text_once_and_processes_divide_a_step():

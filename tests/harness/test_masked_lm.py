@@ -187,3 +187,7 @@ def test_counts_of_neighbours_equal_a_loop_and_sum_to_one():
     train = torch.from_numpy(train.astype(np.uint8))
     assert neighbour_bits(train, *windows, vocabulary=5) == pytest.approx(expected, rel=1e-12)
     assert not neighbour_bits(train[:2], *windows, vocabulary=5)
+    tokens = torch.tensor([[0, 1] * 6])
+    alone = (torch.arange(12) == 5)[None]  # its neighbours are smaller than other bytes of train
+    windows = (hide(tokens, alone, vocabulary=5), tokens, alone)
+    assert neighbour_bits(torch.tensor([0, 1, 3] * 5, dtype=torch.uint8), *windows, vocabulary=5)

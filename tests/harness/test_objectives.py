@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from bench.tables.columns import for_terminal
 from bench.tables.compare import protocol_words
 from harness.data import corpora
 from harness.plan.build import replan
@@ -165,6 +166,9 @@ def test_a_sweep_has_a_table_and_metrics_of_wandb_with_the_unit_of_its_objective
     assert len(baselines) == (3 if name == "masked_lm" else 0)  # accuracies have their own
     assert column(table, "variant")[1:] == sorted(baselines, key=baselines.get)
     assert ("valid, accuracy" in headings(table)) == (name == "classify")
+    in_terminal = {column.heading for column in for_terminal(table).columns}
+    assert f"valid, bits per {UNITS[name]}" in in_terminal
+    assert ("valid, accuracy" in in_terminal) == (name == "classify")
     finished = train(*words, "seed=0")
     assert f"bits per {UNITS[name]} " in finished.out and "generate" not in finished.out
 

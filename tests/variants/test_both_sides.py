@@ -204,6 +204,13 @@ class SeesFartherThanItSays(Attention):
         return super().reach() - 1
 
 
+class SeesFarBack(Attention):
+    def forward(self, x, *args, **keywords):
+        out = super().forward(x, *args, **keywords)
+        back = self.reach() + 1
+        return out._replace(y=out.y + torch.nn.functional.pad(x, (0, 0, back, 0))[:, : x.shape[1]])
+
+
 MAKERS = {
     "attention": Attention,
     "adaptive span": partial(Attention, span=partial(AdaptiveSpan, ramp=3, initial=0.5)),
@@ -252,6 +259,10 @@ def test_mechanisms_keep_the_promises_of_both_sides(name):
 @pytest.mark.parametrize("promise", BROKEN)
 def test_a_mechanism_that_breaks_a_promise_of_both_sides_is_found(promise):
     assert promise in broken_promises(BROKEN[promise])
+
+
+def test_the_reach_is_checked_on_the_earlier_side_too():
+    assert "no byte beyond the declared reach matters" in broken_promises(SeesFarBack)
 
 
 @pytest.mark.parametrize("name", ONLY_THE_PAST)

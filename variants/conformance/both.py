@@ -21,19 +21,21 @@ def check_later_bytes(subject: Subject) -> Verdict:
 
 
 def check_reach(subject: Subject) -> Verdict:
-    """Change all bytes from a position on. No output farther before it than the reach may move."""
+    """Change the first bytes, and the last ones. No output farther from them than the reach may
+    move."""
     reaches = [sublayer.reach() for sublayer in subject.sublayers.values()]
     if None in reaches:
         return "unbounded"
-    position = subject.length - 2
-    (before, _), (after, _) = run_changed(subject, torch.arange(subject.length) >= position)
-    totals = [*accumulate(reaches), sum(reaches)]
-    for name, reach in zip([*subject.sublayers, "logits"], totals, strict=True):
-        end = max(0, position - reach)
-        fixed = ({name: outputs[name][:, :end]} for outputs in (before, after))
-        for line in differences(f"eval, all from byte {position} on changed", *fixed):
-            yield f"{line}, beyond its reach of {reach}"
-            return
+    totals = dict(zip(subject.sublayers, accumulate(reaches), strict=True))
+    byte = torch.arange(subject.length)
+    for side, distance in (("first", byte - 1), ("last", subject.length - 2 - byte)):
+        (outputs, _), (moved, _) = run_changed(subject, distance <= 0)
+        for name, reach in (totals | {"logits": sum(reaches)}).items():
+            far = (distance > reach)[:, None]
+            parts = ({name: each[name] * far} for each in (outputs, moved))
+            for line in differences(f"eval, the {side} two bytes changed", *parts):
+                yield f"{line}, beyond its reach of {reach}"
+                return
     return None
 
 
