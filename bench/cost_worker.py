@@ -212,12 +212,11 @@ class CostWorker:
             train_step, self.model, None, eager, *self._batch(), self.state, accumulate=accumulate
         )
         step = count_flops(gradients, gradients=True)
-        text = segment if self.plan.objective.direction == "both" else None
         needed = self.model.needed_flops(segment, carried=self.span if self.carry else 0)
         self.optimizers.zero_grad()
         counted = {
             "executed_per_byte": forward.per_byte,
-            "ideal_per_byte": self.model.ideal_flops(text=text),
+            "ideal_per_byte": self.model.ideal_flops(text=segment),
             "training_per_byte": needed.training,
             "flops_estimated_3x": self.model.flops_estimated_3x(),
             "step": step.total,
@@ -226,7 +225,7 @@ class CostWorker:
         return {"flops": counted}
 
     def _model(self) -> LanguageModel:
-        model = self.plan.make_model(classes=len(self.corpus.classes) or None)
+        model = self.plan.make_model(classes=len(self.corpus.classes))
         add_noise_(model)
         if self.task.spans == "learned":
             place_spans(model, heads=self.plan.model.heads)

@@ -70,8 +70,9 @@ def main(cfg: DictConfig) -> None:
         )
         windows = score_windows(model, split, cuts=window_cuts, **options)
         floor = corpus.floor_bits(split)
-        scores = [score, windows]
-        future, causal = check_causality(model, scores, floor=floor, precision=runtime.precision)
+        future, causal = check_causality(
+            model, [score, windows], floor=floor, precision=runtime.precision
+        )
         context_curve = score_context(
             model,
             split,

@@ -10,23 +10,22 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
 import pandas as pd
 
-from bench.tables.columns import for_terminal
+from bench.tables.columns import print_runs
 from bench.tables.compare import ALONE
 from bench.tables.costs import cost_tables, peer_tables
 from bench.tables.frame import Rows
 from bench.tables.page import page_of
 from bench.tables.runs import run_tables
 from harness.cache import write_atomically
-from harness.failures import StorageFailure, exit_code
+from harness.failures import StorageFailure, exit_code, note
 from harness.record.cells import pluralize
 from harness.record.schema import BENCH_COMMANDS
-from harness.record.table import Table, escape_formula, one_line, print_table, to_csv
+from harness.record.table import Table, escape_formula, one_line, to_csv
 
 TITLE = "attention-windtunnel report"
 LIMITATIONS = (
@@ -63,7 +62,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for line in [*rows.omitted, f"page: {page}"]:
             print(one_line(line))
     except (ValueError, OSError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        note(f"error: {one_line(str(error))}")
         return exit_code(error)
     return 0
 
@@ -89,9 +88,7 @@ def write_report(rows: Rows, out: Path, *, command: str) -> Path:
         files[PAGE] = page_of(
             TITLE, tables=tables, drawings=drawings, notes=_notes(rows), commands=commands
         )
-        for table in tables:
-            if table.name.startswith("runs-"):
-                print_table(replace(for_terminal(table), notes=()))
+        print_runs(tables)
         for name, content in files.items():
             # Texts from JSON may have a lone surrogate, which UTF-8 cannot encode.
             write_atomically(

@@ -5,14 +5,13 @@ import fcntl
 import hashlib
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import IO
 
-from harness.failures import StorageFailure
+from harness.failures import StorageFailure, note
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -55,7 +54,7 @@ def file_lock(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{path}.lock", "w") as lock:
         if not try_lock(lock):
-            print(f"waiting for another process that writes {path}", file=sys.stderr)
+            note(f"waiting for another process that writes {path}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

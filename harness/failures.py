@@ -104,6 +104,11 @@ def exit_code(error: Exception, *, mistakes: tuple[type[Exception], ...] = (Valu
     return BUG
 
 
+def note(text: object) -> None:
+    """Print a text for people on stderr, apart from what a command prints."""
+    print(text, file=sys.stderr)
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message."""
     return str(error).strip().partition("\n")[0]

@@ -160,6 +160,7 @@ class LanguageModel(nn.Module):
         self.dropout = embedding_dropout
         self.checkpoint = checkpoint
         self.pooled = pooled
+        self.both = context(0).direction == "both"
         # adds positions to the embedding, which has no heads
         self.position = context(0).position(d_head=0)
         self.layers = nn.ModuleList(nn.ModuleDict() for _ in layers)
@@ -278,9 +279,9 @@ class LanguageModel(nn.Module):
 
     def ideal_flops(self, *, text: int | None = None) -> int:
         """Return the ideal forward FLOPs per byte of all sublayers and the head, at their present
-        parameters: with a full past, where the head of a pooled model counts 0; or of a ``text`` of
-        so many bytes, at whose ends windows are shorter."""
-        if text is not None:
+        parameters: with a full past, where the head of a pooled model counts 0; if both sides are
+        seen, of a ``text`` of so many bytes, at whose ends windows are shorter."""
+        if self.both and text is not None:
             return round(self.needed_flops(text, carried=0).forward)
         head = 0 if self.pooled else 2 * self.head.weight.numel()
         return sum(s.ideal_flops() for _, s in self.sublayers()) + head

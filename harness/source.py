@@ -26,6 +26,13 @@ EXCLUDED = re.compile(
 )
 """Files that change no number of a run: those that compose, record (except for checkpoints),
 sample, check or report; hidden files, and bytecode."""
+
+
+def python_path() -> str:
+    """Return the ``PYTHONPATH`` with which a child process imports this code."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 Files = tuple[tuple[str, Path], ...]  # name in the digest, and path, of each file
 
 

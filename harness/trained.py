@@ -93,11 +93,9 @@ class TrainedRun(NamedTuple):
     def model(self, *, span: int | None = None) -> LanguageModel:
         """Return the model with the best weights, on the CPU, at ``span`` or the run's; ValueError
         if weights do not fit."""
-        classes = None
-        if self.plan.objective.name == "classify":
-            classes = len(self.best["model"].get("head.weight", ()))
-        model = self.plan.make_model(classes=classes)
-        load_weights(model, self.best["model"], source=self.key)
+        weights = self.best["model"]
+        model = self.plan.make_model(classes=len(weights.get("head.weight", ())))
+        load_weights(model, weights, source=self.key)
         if span is not None and span != self.plan.model.span:
             for _, sublayer in model.sublayers():
                 sublayer.set_span(span)

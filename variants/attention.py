@@ -191,10 +191,9 @@ class Attention(MultiHead, OnKernels):
         it."""
         backend = self.chosen_backend(segment.x.device)
         visible = self.span.visible_window(segment.z, self.shift)
-        options = {"persistent": segment.persistent}
         if self.both:
             visible = replaced(visible, both=True)
-            options["valid"] = segment.valid
+        options = {"persistent": segment.persistent, "valid": segment.valid}
         n_past = None
         if not torch.compiler.is_compiling():
             n_past = visible.past()

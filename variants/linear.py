@@ -88,37 +88,46 @@ class CarriedSums(MultiHead):
         state, before = self.split_state(state)
         q, k, v = self.project(x, "query", "key", "value")
         k, last_key = self.shift_keys(k, before)
-        if self.both:
-            return SublayerOutput(self.join(self._means_of_all(q, k, v, valid).to(v.dtype)))
-        y, state = self._means(x, q, k, v, state)
+        y, state = self._means(x, q, k, v, state, valid)
         return SublayerOutput(self.join(y.to(v.dtype)), self.join_state(state, last_key))
 
     def _means(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: State = None,
+        valid: Tensor | None = None,
     ) -> tuple[Tensor, State]:
         """Return weighted means ``[B, H, T, K]`` of values, in float32 or wider, and the next
         state."""
-        raise NotImplementedError
-
-    def _means_of_all(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Return weighted means ``[B, H, T, K]`` of the values of both sides."""
         dtype = torch.promote_types(v.dtype, torch.float32)
         with without_autocast(v.device):
             q, k, log_scale = self.features_of(q.to(dtype), k.to(dtype))
-            return attend_all(q, k, v.to(dtype), log_scale=log_scale, valid=valid)
+            v = F.pad(v.to(dtype), (0, 1), value=1.0)  # the column of ones sums the weights
+            if self.both:
+                return normalize(attend_all(q, k, v, log_scale=log_scale, valid=valid)), None
+            sums, state = self._past_sums(x.to(dtype), q, k, v, log_scale=log_scale, state=state)
+            return normalize(sums), state
 
-    def features_of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def features_of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return features of queries and of keys, ``[B, H, T, F]``, and l of
-        ``kernels/carried_sums.py`` or None."""
+        ``kernels/carried_sums.py``, ``[B, H, T]``."""
+        raise NotImplementedError
+
+    def _past_sums(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, log_scale: Tensor, state: State
+    ) -> tuple[Tensor, State]:
+        """Return weighted sums of past values ``v [B, H, T, K + 1]``, which have a column of ones,
+        for features ``q`` and ``k``; and the next state."""
         raise NotImplementedError
 
     @torch.no_grad()
     def inspect(self, x: Tensor) -> Inspection:
         q, k, v = self.project(x, "query", "key", "value")
         k, _ = self.shift_keys(k, None)
-        if self.both:
-            return Inspection(weights_of(lambda values: self._means_of_all(q, k, values), v))
-        return Inspection(weights_of(lambda values: self._means(x, q, k, values, None)[0], v))
+        return Inspection(weights_of(lambda values: self._means(x, q, k, values)[0], v))
 
     def reach(self) -> None:
         """Return None, unbounded, because a decaying sum includes all of the past."""
@@ -151,8 +160,8 @@ class LinearAttention(CarriedSums):
         self.map = FEATURE_MAPS[feature_map]
         self.features = self.d_head
 
-    def features_of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, None]:
-        return self.map(q), self.map(k), None
+    def features_of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.map(q), self.map(k), k.new_zeros(k.shape[:3])
 
     def log_decay(self, x: Tensor) -> Tensor:
         """Return the log decay for ``decayed_sums.attend``, from inputs ``x [B, T, D]``; in this
@@ -162,15 +171,9 @@ class LinearAttention(CarriedSums):
             return x.new_zeros(1, 1, 1, 1)
         return -slopes[None, :, None, None]
 
-    def _means(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State
+    def _past_sums(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, log_scale: Tensor, state: State
     ) -> tuple[Tensor, State]:
-        """Return means, and as the state S and z, ``[B, H, F, K + 1]``."""
-        dtype = torch.promote_types(v.dtype, torch.float32)
-        with without_autocast(v.device):
-            q, k, _ = self.features_of(q.to(dtype), k.to(dtype))
-            decay = self.log_decay(x.to(dtype))
-            v = F.pad(v.to(dtype), (0, 1), value=1.0)  # the column of ones sums the weights
-            return normalize(
-                *attend(q, k, v, decay, sums=state, attend_self=not self.shift, chunk=self.chunk)
-            )
+        """Return sums, and as the state S and z, ``[B, H, F, K + 1]``."""
+        options = {"sums": state, "attend_self": not self.shift, "chunk": self.chunk}
+        return attend(q, k, v, self.log_decay(x), **options)

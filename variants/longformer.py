@@ -138,14 +138,12 @@ class Longformer(Attention):
             first = heads.start
             n_heads = heads.stop - first
             columns = slice(0, n * w, n)
-            term = {"vectors": None if vectors is None else vectors[columns]}
+            term = {"vectors": None if vectors is None else vectors[columns], "valid": valid}
             term["bias"] = (
                 None
                 if bias is None
                 else bias.narrow(int(bias.dim() > 2), first, n_heads)[..., columns]
             )
-            if visible.both:
-                term["valid"] = valid
             q_and_keys = q[:, heads], keys.of_heads(first, n_heads)
             group_window = Window((w,) * n_heads, self.shift, both=visible.both)
             outputs.append(self._attend_classes(backend, *q_and_keys, group_window, n, **term))
@@ -169,10 +167,9 @@ class Longformer(Attention):
         length = q.shape[2]
         outputs = []
         bias = term["bias"]
-        valid = None
-        if visible.both:  # hides the padding of classes, too
-            valid = term["valid"]
-            valid = torch.full(q.shape[:1], length, device=q.device) if valid is None else valid
+        valid = term["valid"]
+        if visible.both and valid is None:  # the padding of classes is hidden, too
+            valid = torch.full(q.shape[:1], length, device=q.device)
 
         # padded so that classes have equal length; the padding is hidden
         def select(x: Tensor, r: int) -> Tensor:

@@ -55,9 +55,10 @@ class MultiHead(Sublayer):
     ):
         super().__init__()
         self.both = context.direction == "both"
-        if self.both and key_shift:
-            raise ValueError("key_shift=true: with objective.direction=both allowed is false")
-        if self.both:  # the later bytes of a segment are seen, those after it are not
+        if self.both:
+            if key_shift:
+                raise ValueError("key_shift=true: with objective.direction=both allowed is false")
+            # the later bytes of a segment are seen, those after it are not
             self.limits = self.limits | {"segments"}
         check_numbers(1, d_head=d_head, null="null for D / H")
         if kv_heads is not None and (kv_heads < 1 or context.heads % kv_heads):

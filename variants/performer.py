@@ -28,7 +28,7 @@ from einops import einsum
 from torch import Tensor, nn
 
 from variants.contract import LayerContext, NeededFlops, State, check_numbers
-from variants.kernels.carried_sums import attend, without_autocast
+from variants.kernels.carried_sums import attend
 from variants.linear import CarriedSums, SumsKeywords
 
 
@@ -65,23 +65,12 @@ class Performer(CarriedSums):
         rows = [orthogonal_rows(self.features, self.d_head) for _ in range(self.heads)]
         self.register_buffer("directions", torch.stack(rows))  # W: [H, m, K]
 
-    def _means(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: State
+    def _past_sums(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, **options
     ) -> tuple[Tensor, State]:
-        """Return means, and as the state S and M of ``kernels/carried_sums.py``."""
-        dtype = torch.promote_types(v.dtype, torch.float32)
-        with without_autocast(v.device):
-            q, k, log_scale = self.features_of(q.to(dtype), k.to(dtype))
-            exponent = {"log_scale": log_scale, "slopes": self.position.slopes(dtype)}
-            return attend(
-                q,
-                k,
-                v.to(dtype),
-                **exponent,
-                state=state,
-                attend_self=not self.shift,
-                chunk=self.chunk,
-            )
+        """Return sums, and as the state S and M of ``kernels/carried_sums.py``."""
+        options |= {"slopes": self.position.slopes(v.dtype), "attend_self": not self.shift}
+        return attend(q, k, v, **options, chunk=self.chunk)
 
     def features_of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         directions = self.directions.to(q.dtype) * self.d_head**-0.25

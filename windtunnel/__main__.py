@@ -6,7 +6,7 @@ import runpy
 import sys
 from importlib import metadata
 
-from harness.failures import did_you_mean
+from harness.failures import did_you_mean, note
 
 COMMANDS = {
     "train": "trains a model, or with -m a sweep",
@@ -48,7 +48,7 @@ def main() -> None:
     elif command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS)
         allowed = ", ".join(COMMANDS)
-        print(f"error: {command}: no such command{hint}; allowed are {allowed}", file=sys.stderr)
+        note(f"error: {command}: no such command{hint}; allowed are {allowed}")
         sys.exit(2)
     else:
         _run(command)

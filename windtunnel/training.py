@@ -30,10 +30,9 @@ def train(*words: str, trust: Sequence[str] = ()) -> Model:
             )
     if trust:
         words = (*words, f"trust=[{','.join(trust)}]")
-    path = os.pathsep.join(filter(None, [str(source.ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         [sys.executable, "-m", "windtunnel", "train", *words],
-        env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"PYTHONPATH": source.python_path(), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -2,19 +2,16 @@
 
 import argparse
 import codecs
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from bench.tables.columns import for_terminal
+from bench.tables.columns import print_runs
 from bench.tables.frame import Rows
 from bench.tables.runs import run_tables
 from harness.device.output import contained_output
-from harness.failures import exit_code, first_line
+from harness.failures import exit_code, first_line, note
 from harness.record.exported import export as export_weights
-from harness.record.table import print_table
 from harness.trained import load, open_trained
 
 
@@ -25,7 +22,7 @@ def run_verb(words: Sequence[str]) -> int:
         try:
             options.verb(options)
         except (ValueError, OSError) as error:
-            print(f"error: {first_line(error)}", file=sys.stderr)
+            note(f"error: {first_line(error)}")
             return exit_code(error)
     return 0
 
@@ -35,9 +32,7 @@ def compare(options: Namespace) -> None:
     rows = Rows([*map(Path, options.folders)])
     if rows.frame.empty:
         raise ValueError("nothing to compare; " + "; ".join(rows.omitted))
-    for table in run_tables(rows):
-        if table.name.startswith("runs-"):
-            print_table(replace(for_terminal(table), notes=()))
+    print_runs(run_tables(rows))
     for line in rows.omitted:
         print(line)
 

@@ -2,12 +2,12 @@
 from a row and the key. A row is a dictionary by dotted key; keys that were not measured are
 missing.
 
-A form is one of ``FORMS``, or a format of Python such as ``,.2f``, before it perhaps a unit: ``1e6
-.2f`` is the number in millions. `` or status`` after it shows the status of a row that was not
-measured in place of the number, and `` ~KEY`` marks an approximate number if the row's number at
-KEY is not 0."""
+A form is one of ``FORMS`` or ``VALUE_FORMS``, or a format of Python such as ``,.2f``, before it
+perhaps a unit: ``1e6 .2f`` is the number in millions. `` or status`` after it shows the status of a
+row that was not measured in place of the number, and `` ~KEY`` marks an approximate number if the
+row's number at KEY is not 0."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from bench.tables import read_yaml
 from bench.tables.compare import optimizer_words
 from harness.record import cells
 from harness.record.closing_table import pretrained_label
-from harness.record.table import Cell, Column, Table
+from harness.record.table import Cell, Column, Table, print_table
 
 COLUMNS = read_yaml("tables/columns.yaml")
 
@@ -84,17 +84,20 @@ FORMS: dict[str, Callable[[Mapping, str], Cell]] = {
     "range": lambda row, key: cells.interval(row["row"].get(key)),
     "range2": lambda row, key: cells.interval(row["row"].get(key), digits=2),
     "code": lambda row, key: cells.text(f"`{row[key]}`" if key in row else None),
-    "text": lambda row, key: cells.text(row.get(key)),
-    "whole": lambda row, key: cells.integer(row.get(key)),
-    "kib": lambda row, key: cells.kib(row.get(key)),
-    "mib": lambda row, key: cells.mib(row.get(key)),
-    "millions": lambda row, key: cells.millions(row.get(key)),
-    "gflops": lambda row, key: cells.in_units(row.get(key), unit=1e9),
     "nonzero": lambda row, key: cells.fixed(row.get(key) or None, digits=1),
     "package": lambda row, key: cells.text(
         " ".join(filter(None, map(row["row"].get, PACKAGE))) or None
     ),
 }
+VALUE_FORMS: dict[str, Callable[[object], Cell]] = {
+    "text": cells.text,
+    "whole": cells.integer,
+    "kib": cells.kib,
+    "mib": cells.mib,
+    "millions": cells.millions,
+    "gflops": partial(cells.in_units, unit=1e9),
+}
+"""The forms that need only the value at the key."""
 PACKAGE = ("package", "package_version")
 TEXT_FORMS = (
     "package",
@@ -115,7 +118,12 @@ def cell_of(row: Mapping, *, form: str, key: str) -> Cell:
     form, either, _ = form.partition(" or status")
     if either and row["status"] != "measured":
         return cells.text(row["status"])
-    cell = FORMS[form](row, key) if form in FORMS else _formatted(row, key, form=form)
+    if form in VALUE_FORMS:
+        cell = VALUE_FORMS[form](row.get(key))
+    elif form in FORMS:
+        cell = FORMS[form](row, key)
+    else:
+        cell = _formatted(row, key, form=form)
     marked = approximate and row.get(approximate) and cell.text
     if marked:
         return replace(cell, text=f"~{cell.text}")
@@ -145,6 +153,13 @@ def columns(section: str, *, distances: Sequence[str] = ()) -> list[Column]:
                 Column(column_heading, *explained, cell=cell, numeric=numeric, part=part)
             )
     return section_columns
+
+
+def print_runs(tables: Iterable[Table]) -> None:
+    """Print the tables of runs, without notes."""
+    for table in tables:
+        if table.name.startswith("runs-"):
+            print_table(replace(for_terminal(table), notes=()))
 
 
 def for_terminal(table: Table) -> Table:

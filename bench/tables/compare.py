@@ -91,9 +91,9 @@ def arms_of(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame
         if not timed:
             products = [group.get("products") for group in row.get("optimizers") or ()]
         facts = {name: row.get(name) for name in ARM_KEYS if name not in without} | {
-            "products": products
+            "products": products,
+            "began with": pretrained_label(row),
         }
-        facts |= {"began with": pretrained_label(row)}
         return {name: _text(value) for name, value in (facts | code).items()}
 
     settings = [settings_of(row, without=without) for row in frame["row"]]

@@ -27,9 +27,9 @@ STYLE = {
     "font.size": 10.0,
     "axes.titlesize": 10.5,
     "svg.fonttype": "path",
+    "svg.hashsalt": "attention-windtunnel",
+    "text.parse_math": False,  # a $ in a name starts no formula
 }
-# a $ in a name starts no formula
-STYLE |= {"svg.hashsalt": "attention-windtunnel", "text.parse_math": False}
 styled = partial(rc_context, STYLE)
 """Context in which figures are made and saved in this style."""
 LINE_STYLES = ("-", "--", ":", "-.")

@@ -25,8 +25,8 @@ from bench.tables.drawing import (
     variant_styles,
 )
 from bench.tables.frame import Rows
-from bench.tables.means import BITS, mean_rows
-from bench.tables.runs import basis, run_groups
+from bench.tables.means import BITS
+from bench.tables.runs import arm_means, run_groups
 from bench.tables.spans import span_curves, span_figure
 from harness.record.cells import MIB, join_words, pluralize, score_unit
 from harness.record.table import Drawing
@@ -77,9 +77,7 @@ def draw_all(rows: Rows) -> dict[str, list[Drawing]]:
 def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     """Yield bits per byte with the range over seeds, against FLOPs and, if costs are comparable,
     against memory and time."""
-    newest = arms[arms["valid_bits_per_byte"].notna()].drop_duplicates(["arm", "seed"], keep="last")
-    split, reference = basis(newest)
-    rows = mean_rows(newest, by="arm", split=split, reference=reference, baselines={})
+    rows, split, _ = arm_means(arms[arms["valid_bits_per_byte"].notna()])
     last = arms["row"].iloc[-1]
     one_environment = arms["row"].map(cost_key).nunique() == 1
     costs = {}

@@ -45,9 +45,7 @@ def run_tables(rows: Rows) -> Iterator[Table]:
     """Yield a table for each of ``run_groups``, with time and memory if these are comparable
     (``cost_key``)."""
     for index, arms in enumerate(run_groups(rows), start=1):
-        newest = arms.drop_duplicates(["arm", "seed"], keep="last")
-        split, reference = basis(newest)
-        means = mean_rows(newest, by="arm", split=split, reference=reference, baselines={})
+        means, split, reference = arm_means(arms)
         comparable = arms.sort_index()["row"].tolist()
         last = comparable[-1]
         n_scores = pluralize(rows.test_scores.get(last["data"]["sha256"], 0), "time")
@@ -94,7 +92,15 @@ def _title(arms: pd.DataFrame, row: dict) -> str:
     return f"{row['data']['name']}, {compare.budget_words(row['budget'])} of training: {about}"
 
 
-def basis(arms: pd.DataFrame) -> tuple[str, str | None]:
+def arm_means(arms: pd.DataFrame) -> tuple[list[dict], str, str | None]:
+    """Return ``mean_rows`` of each arm, over the newest run of each seed, and their ``_basis``."""
+    newest = arms.drop_duplicates(["arm", "seed"], keep="last")
+    split, reference = _basis(newest)
+    means = mean_rows(newest, by="arm", split=split, reference=reference, baselines={})
+    return means, split, reference
+
+
+def _basis(arms: pd.DataFrame) -> tuple[str, str | None]:
     """Return the split on which arms are compared, test if every scored arm has such a score of
     each seed, else valid; and the reference: the best arm on valid of the shipped variant that
     ``variants.yaml`` names. It is None without another arm that has a score."""

@@ -80,14 +80,20 @@ def findings(plan: Plan, *, text: torch.Tensor | None = None) -> Iterator[Findin
     """Yield the outcome of each promise that is checked before training, at small sizes and at the
     run's sizes."""
     small = shrink(contract_plan(plan, device_kind(plan.runtime)))
-    sizes = {"span": small.model.span, "vocabulary": plan.data["vocabulary"]}
     streams = tuple({17, plan.batch.streams, plan.eval.streams})  # 17: the default of ``check``
-    if plan.objective.direction == "both":
-        yield from check(small.make_model, **sizes, checks=both.CHECKS, batch_sizes=streams)
-    else:
-        yield from check(small.make_model, **sizes, checks=BEFORE_TRAINING, batch_sizes=streams)
+    yield from check_plan(small, checks=BEFORE_TRAINING, batch_sizes=streams)
+    if plan.objective.direction == "causal":
         yield compare_flops(small)
     yield from findings_at_sizes(plan, text=text)
+
+
+def check_plan(plan: Plan, **options) -> Iterator[Finding]:
+    """Yield the outcome of ``check`` for the plan's model. If it sees both sides, ``checks`` are
+    those of both sides."""
+    if plan.objective.direction == "both":
+        options["checks"] = both.CHECKS
+    sizes = {"span": plan.model.span, "vocabulary": plan.data["vocabulary"]}
+    return check(plan.make_model, **sizes, **options)
 
 
 def compare_flops(plan: Plan) -> Finding:
@@ -115,9 +121,9 @@ def findings_at_sizes(plan: Plan, *, text: torch.Tensor | None = None) -> Iterat
     """Yield the outcome of promises that depend on sizes, in a narrow network at the plan's span
     and batch sizes."""
     checked = contract_plan(plan, device_kind(plan.runtime))
-    options = {"span": plan.model.span, "vocabulary": plan.data["vocabulary"]}
+    narrow = reduce_width(checked)
     if plan.objective.direction == "both":
-        yield from check(reduce_width(checked).make_model, **options, checks=both.CHECKS)
+        yield from check_plan(narrow)
         return
     e = plan.eval
     b = plan.batch
@@ -134,6 +140,5 @@ def findings_at_sizes(plan: Plan, *, text: torch.Tensor | None = None) -> Iterat
     ]
     if (b.streams, b.segment) != (e.streams, e.segment):
         sizes.append(Size("eval", b.streams, b.segment, True))
-    options |= {"text": text, "checks": AT_RUN_SIZES, "sizes": tuple(sizes)}
-    yield from check(reduce_width(checked).make_model, **options)
+    yield from check_plan(narrow, text=text, checks=AT_RUN_SIZES, sizes=tuple(sizes))
     yield compare_flops_at_sizes(checked, text=text)

@@ -16,12 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness.check.admission import compare_flops
+from harness.check.admission import check_plan, compare_flops
 from harness.check.small import can_run
 from harness.count.flops import count_flops
 from harness.model import LanguageModel
 from harness.plan.build import Plan
-from variants.conformance import Finding, both, check, perturb, run_check
+from variants.conformance import Finding, perturb, run_check
 from variants.conformance.agreement import equal_backends
 from variants.conformance.fixture import Outputs, Subject, Verdict, differences
 from variants.contract import Position
@@ -43,11 +43,8 @@ def named_kind(device: str) -> str:
 def findings(plan: Plan) -> list[Finding]:
     """Return a finding for each promise on the model of a small plan; a single one if the model
     cannot be built."""
-    sizes = {"span": plan.model.span, "vocabulary": plan.data["vocabulary"]}
-    if plan.objective.direction == "both":
-        return list(check(plan.make_model, checks=both.CHECKS, **sizes))
-    outcomes = list(check(plan.make_model, **sizes))
-    if len(outcomes) > 1:
+    outcomes = list(check_plan(plan))
+    if len(outcomes) > 1 and plan.objective.direction == "causal":
         outcomes += [
             compare_flops(plan),
             run_check(NEEDED_FLOPS, partial(needed_at_most_executed, plan)),

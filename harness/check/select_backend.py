@@ -8,7 +8,6 @@ and versions.
 """
 
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from harness.check.small import ON_CPU, reduce_depth
 from harness.device.runtime import Runtime
 from harness.device.torch_settings import configure_torch
 from harness.device.worker_process import WorkerError, WorkerProcess
-from harness.failures import first_line
+from harness.failures import first_line, note
 from harness.plan.build import Plan, literal, plan_run, replan
 from harness.plan.settings import RuntimeSettings
 from variants.conformance import perturb
@@ -77,13 +76,9 @@ def select(plan: Plan, runtime: Runtime) -> dict | None:
                 f"runtime.backend={requested}: failed with {errors[backend]}; allowed are auto, "
                 f"{PLAIN}"
             )
-        print(
-            f"WARNING: runtime.backend=auto: {backend} failed: {errors[backend]}", file=sys.stderr
-        )
-    print(
-        f"WARNING: runtime.backend=auto: {PLAIN} runs, which is slow and keeps all scores in "
-        "memory",
-        file=sys.stderr,
+        note(f"WARNING: runtime.backend=auto: {backend} failed: {errors[backend]}")
+    note(
+        f"WARNING: runtime.backend=auto: {PLAIN} runs, which is slow and keeps all scores in memory"
     )
     return {"backend": PLAIN, "errors": errors}
 
@@ -101,9 +96,7 @@ def _compare_in_worker(backend: str, small: Plan, runtime: Runtime) -> tuple[boo
         return True, error
     if file not in _comparisons:
         compared = f"{backend} with plain PyTorch on {runtime.device}"
-        print(
-            f"runtime.backend: comparing {compared}, at most {LIMIT_SECONDS:g} s", file=sys.stderr
-        )
+        note(f"runtime.backend: comparing {compared}, at most {LIMIT_SECONDS:g} s")
         with WorkerProcess(_comparison, small.config, small.trust, settings) as worker:
             _comparisons[file] = worker.call("__call__", limit_seconds=LIMIT_SECONDS)
     passed, error = _comparisons[file]

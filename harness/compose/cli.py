@@ -30,7 +30,7 @@ from harness.compose.help import help_text
 from harness.compose.untrusted_config import CONF, FileConfigSource
 from harness.device.output import contained_output
 from harness.device.torchrun import check_launch, is_secondary, read_launch
-from harness.failures import did_you_mean, first_line
+from harness.failures import did_you_mean, first_line, note
 
 TRACE_VARIABLE = "WINDTUNNEL_TRACE"
 """Environment variable in which ``run_command`` saves the user's HYDRA_FULL_ERROR before it
@@ -87,12 +87,12 @@ def run_command(command: Callable[[], object], *, multiprocess: bool = False) ->
                 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             command()
         except KeyboardInterrupt:  # outside of a job: between two jobs, or while a launcher waits
-            print("interrupted", file=sys.stderr)
+            note("interrupted")
             sys.exit(128 + signal.SIGINT)
         except SystemExit as stop:
             if (caller := _calling_module(stop)).partition(".")[0] in EXITING:
                 raise
-            print(f"error: the code of {caller} calls exit({stop.code})", file=sys.stderr)
+            note(f"error: the code of {caller} calls exit({stop.code})")
             sys.exit(failures.MISTAKE)
         except Exception as error:
             print_error(error)
@@ -147,7 +147,7 @@ def print_error(error: Exception, *, job: Sequence[str] = ()) -> None:
     if job:
         suffix = f" (in the job {' '.join(job)})"
     if message or suffix:
-        print(f"error{message}{suffix}", file=sys.stderr)
+        note(f"error{message}{suffix}")
     error.already_printed = stderr_file
 
 

@@ -79,8 +79,7 @@ def run_sweep(config: DictConfig) -> list[Exception]:
     template = ""
     if launcher_name == "basic":  # it runs them one by one
         template = f"job {{}} of {len(jobs)}: "
-    path = os.pathsep.join(filter(None, [str(source.ROOT), os.environ.get("PYTHONPATH")]))
-    variables = {"PYTHONPATH": path, JOB: template}
+    variables = {"PYTHONPATH": source.python_path(), JOB: template}
     is_training = config.hydra.job.name == "train"
     if is_training and config.record.wandb.group is None:
         variables["WANDB_RUN_GROUP"] = os.environ.get("WANDB_RUN_GROUP", name)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from harness.data import corpora
 from harness.data.sources import PUBLISHED, fetch
+from harness.failures import note
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -21,7 +22,7 @@ def main(words: Sequence[str] | None = None) -> int:
             raise ValueError(f"{name}: cannot be downloaded; allowed are {allowed}")
         corpus = corpora.load(name)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        note(error)
         return 2
     print(fetch(PUBLISHED[name].part_of or name))
     print(f"{corpus.n_bytes:,} bytes, sha256 {corpus.sha256}")

@@ -14,7 +14,7 @@ ITERATIONS = 100
 
 def baseline_accuracy(train: Texts, scored: Texts, *, classes: int) -> dict[str, float]:
     """Return the share of texts whose class each baseline predicts."""
-    most_frequent = torch.bincount(train.labels, minlength=classes).argmax()
+    most_frequent = torch.bincount(train.labels).argmax()
     regression = _regression(frequencies(train), train.labels, frequencies(scored), classes)
     predictions = {"most frequent": most_frequent, "bag of bytes": regression.argmax(1)}
     return {
@@ -34,10 +34,8 @@ def frequencies(texts: Texts) -> Tensor:
 def _regression(features: Tensor, labels: Tensor, others: Tensor, classes: int) -> Tensor:
     """Return logits ``[M, C]`` of ``others [M, 256]`` by a fit to ``features [N, 256]``, which are
     divided by their standard deviations."""
-    deviation = features.std(0)
-    scale = torch.where(
-        deviation > 0, deviation, torch.inf
-    )  # a byte that train lacks has no weight
+    scale = features.std(0)
+    scale = scale.masked_fill(scale == 0, torch.inf)  # a byte that train lacks has no weight
     weight = torch.zeros(features.shape[1], classes, requires_grad=True)
     bias = torch.zeros(classes, requires_grad=True)
     optimizer = torch.optim.LBFGS(

@@ -49,22 +49,22 @@ def order_bits(train: np.ndarray, content: np.ndarray) -> dict[str, float]:
     probability = np.full(len(content), 1 / 256)
     bits = {}
     for order in range(max(ORDERS) + 1):
-        keys, counts = np.unique(grams(train, order + 1), return_counts=True)
-        contexts, first = np.unique(keys >> np.uint64(8), return_index=True)
-        context_counts = np.add.reduceat(counts, first)
-        followers = np.diff(first, append=len(keys))
         scored = grams(content, order + 1)
-        scored_contexts = scored >> np.uint64(8)
-        n_context = look_up(scored_contexts, contexts, context_counts)
-        n_followers = look_up(scored_contexts, contexts, followers)
-        lower = probability[order:]
-        mixed = (look_up(scored, keys, counts) + n_followers * lower) / np.maximum(
-            n_context + n_followers, 1
-        )
-        probability[order:] = np.where(n_context, mixed, lower)
+        probability[order:] = smoothed(grams(train, order + 1), scored, probability[order:])
         if order in ORDERS:
             bits[f"order-{order}"] = float(-np.log2(probability).mean())
     return bits
+
+
+def smoothed(train: np.ndarray, scored: np.ndarray, lower: np.ndarray | float) -> np.ndarray:
+    """Return p(b | c), by counts in ``train [n]`` and mixed with ``lower``, for each of ``scored
+    [m]``. Both have keys ``c << 8 | b`` of a context c and a byte b."""
+    keys, counts = np.unique(train, return_counts=True)
+    contexts, first = np.unique(keys >> 8, return_index=True)
+    n = look_up(scored >> 8, contexts, np.add.reduceat(counts, first))
+    n_followers = look_up(scored >> 8, contexts, np.diff(first, append=len(keys)))
+    mixed = (look_up(scored, keys, counts) + n_followers * lower) / np.maximum(n + n_followers, 1)
+    return np.where(n, mixed, lower)
 
 
 def grams(content: np.ndarray, length: int) -> np.ndarray:

@@ -1,7 +1,6 @@
 """Corpora: the bytes that a run reads, cut in order into train, valid and test. The name, length
 and SHA-256 of a corpus describe the bytes that were read, also where a fallback corpus was read."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from harness.data.sources import PUBLISHED, digest, read_path, read_published, r
 from harness.data.streams import permutation
 from harness.data.synthetic_text import synthetic_text
 from harness.data.texts import Texts
+from harness.failures import note
 
 SPLITS = ("train", "valid", "test")
 GENERATED = {
@@ -66,9 +66,9 @@ class Corpus:
         tokens = self.splits[split]
         if split == "valid":
             tokens = tokens[: len(tokens) - len(self.selection_part(selection_bytes))]
-        if limit is None:
-            return tokens[:limit]
-        return tokens[: self._whole(limit)]
+        if limit is not None:
+            tokens = tokens[: self._whole(limit)]
+        return tokens
 
     def selection_part(self, selection_bytes: int | None) -> Tensor:
         """Return the last ``selection_bytes`` of valid, at most half of it (None: half), which
@@ -85,13 +85,10 @@ class Corpus:
     def answer_masks(self, part: Tensor) -> dict[str, Tensor]:
         """Return for each label, which targets of a part, uint8 ``[n]``, are answers of this kind:
         bool ``[n - 1]``, or ``[n]`` for whole sequences."""
-        find = self.generated.answers
-        answers = {}
-        if find:
-            answers = find(self._bytes(part), **self.options)
-        first_target = 1
-        if self.sequence:
-            first_target = 0
+        if not self.generated.answers:
+            return {}
+        answers = self.generated.answers(self._bytes(part), **self.options)
+        first_target = 0 if self.sequence else 1
         return {label: torch.from_numpy(mask[first_target:]) for label, mask in answers.items()}
 
     def repeat_masks(self, part: Tensor) -> dict[str, Tensor]:
@@ -147,10 +144,9 @@ def load(
             f"data.path={path!r}: only allowed with data={', '.join(PUBLISHED)}, file or labelled, "
             f"not {name}"
         )
-    if name == "file" and not path:
-        raise ValueError(f"data.path={path!r}: data=file requires data.path=FILE, a file or folder")
-    if name == "labelled" and not path:
-        raise ValueError(f"data.path={path!r}: data=labelled requires data.path=FILE.csv or .jsonl")
+    needed = {"file": "FILE, a file or folder", "labelled": "FILE.csv or .jsonl"}
+    if name in needed and not path:
+        raise ValueError(f"data.path={path!r}: data={name} requires data.path={needed[name]}")
     if fallback not in (None, "stdlib") or (fallback and name not in PUBLISHED):
         raise ValueError(
             f"data.fallback={fallback!r}: allowed are null, and stdlib with "
@@ -190,13 +186,12 @@ def load(
         name,
     )
     if error:
-        print(
+        note(
             f"data: {configured_name.upper()} CANNOT BE DOWNLOADED ({error}). READING "
             f"{name.upper()} INSTEAD: {len(content):,} bytes, sha256 {content_sha256}; bits per "
             f"byte are not comparable with those of {configured_name}. To download "
             f"{configured_name}, run python -m harness.data {configured_name}; to read a copy, "
-            "set data.path=FILE; to get an error instead of this corpus, set data.fallback=null.",
-            file=sys.stderr,
+            "set data.path=FILE; to get an error instead of this corpus, set data.fallback=null."
         )
     _check_digest(name, content_sha256, expected=sha256)
     parts = _cut(content, split, sequence=sequence or 1)
@@ -224,21 +219,18 @@ def _load_texts(
     sorted by label."""
     if name == "listops":
         texts, labels = listops(options.pop("bytes", 4_000_000), **options)
+        order = np.arange(len(texts))
     else:
         texts, labels = read_labelled(path)
-        order = permutation(0, 0, len(texts)).tolist()
-        texts = [texts[i] for i in order]
-        labels = [labels[i] for i in order]
+        order = permutation(0, 0, len(texts))
         name = _file_name(path)
     classes = tuple(sorted(set(labels)))
-    lines = (f"{label}\t".encode() + text for label, text in zip(labels, texts, strict=True))
-    sha256_of_all = digest(b"\n".join(lines))
+    sha256_of_all = digest(b"\n".join(f"{labels[i]}\t".encode() + texts[i] for i in order))
     _check_digest(name, sha256_of_all, expected=sha256)
     parts = {}
-    rows = _cut(np.arange(len(texts)), split, sequence=1, unit="texts")
-    for split_name, part in zip(SPLITS, rows, strict=True):
-        indices = [classes.index(labels[row]) for row in part]
-        parts[split_name] = Texts.of([texts[row] for row in part], indices)
+    for split_name, part in zip(SPLITS, _cut(order, split, sequence=1, unit="texts"), strict=True):
+        indices = [classes.index(labels[i]) for i in part]
+        parts[split_name] = Texts.of([texts[i] for i in part], indices)
     splits = {split_name: part.content for split_name, part in parts.items()}
     return Corpus(
         name=name,

@@ -56,9 +56,8 @@ def select(*keys: int | np.ndarray, width: int, rate: float) -> Tensor:
     """Return which bytes of each row are selected, bool ``[B, T]``: a share ``rate``, rounded, but
     at least one. The last of ``keys`` has a number for each row, ``[B, 1]``."""
     order = np.argsort(integer_hash(*keys, np.arange(width)), axis=1, kind="stable")
-    selected = np.zeros(order.shape, bool)
-    np.put_along_axis(selected, order[:, : max(1, round(rate * width))], True, axis=1)
-    return torch.from_numpy(selected)
+    ranks = np.argsort(order, axis=1)
+    return torch.from_numpy(ranks < max(1, round(rate * width)))
 
 
 def hide(tokens: Tensor, hidden: Tensor, *, vocabulary: int) -> Tensor:
@@ -66,31 +65,16 @@ def hide(tokens: Tensor, hidden: Tensor, *, vocabulary: int) -> Tensor:
     return torch.where(hidden, vocabulary, tokens)
 
 
-def whole_windows(split: Tensor, *, window: int, n_bytes: int | None = None) -> Tensor:
-    """Return the windows of ``split [n]``, ``[N, T]``, without the bytes after the last whole one;
-    with ``n_bytes`` as many of them, at least one, spread evenly over the split."""
-    windows = split[: len(split) // window * window].view(-1, window)
-    if n_bytes is None:
-        return windows
-    n_sampled = max(1, min(n_bytes // window, len(windows)))
-    return windows[torch.arange(n_sampled) * len(windows) // n_sampled]
-
-
-def select_scored(rows: Tensor, *, width: int, rate: float) -> Tensor:
-    """Return which bytes of the windows with the numbers ``rows [B]`` are scored, bool ``[B,
-    T]``."""
-    return select(_SCORED, rows.numpy()[:, None], width=width, rate=rate)
-
-
 def scored_windows(
-    windows: Tensor, *, rate: float, vocabulary: int, batch: int, shard: Shard = UNSHARDED
+    split: Tensor, *, window: int, rate: float, vocabulary: int, **layout
 ) -> Batches:
-    """Return the ``row_batches`` of ``windows [N, T]``, whose targets are all bytes. The mask is
-    true for the selected ones."""
+    """Return the ``row_batches`` of the whole windows of ``split [n]`` in a ``layout``. Targets are
+    all bytes, and the mask is true for the selected ones."""
+    windows = split.unfold(0, window, window)
 
     def read(rows: Tensor) -> Segment:
         tokens = windows[rows].long()
-        selected = select_scored(rows, width=windows.shape[1], rate=rate)
+        selected = select(_SCORED, rows.numpy()[:, None], width=window, rate=rate)
         return hide(tokens, selected, vocabulary=vocabulary).int(), tokens, selected
 
-    return row_batches(len(windows), batch=batch, shard=shard, read=read)
+    return row_batches(len(windows), read=read, **layout)

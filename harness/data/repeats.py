@@ -4,7 +4,7 @@ a measure of recall in real text ("AR hits" in "Zoology: Measuring and improving
 
 import numpy as np
 
-from harness.data.byte_counts import grams, look_up
+from harness.data.byte_counts import grams
 
 CONTEXT = 8  # bytes
 # smallest and largest distance in bytes from a byte to the one that it may repeat
@@ -28,8 +28,7 @@ def distances(split: np.ndarray, train: np.ndarray) -> np.ndarray:
     keys, contexts = np.unique(grams(split, CONTEXT)[:-1], return_inverse=True)
     known = np.zeros(len(keys), bool)
     for start in range(0, len(train) - CONTEXT + 1, _CHUNK):
-        found = np.sort(grams(train[start : start + _CHUNK + CONTEXT - 1], CONTEXT))
-        known |= look_up(keys, found, np.ones(len(found))) > 0
+        known |= np.isin(keys, grams(train[start : start + _CHUNK + CONTEXT - 1], CONTEXT))
     order = np.argsort(contexts, kind="stable")
     repeats = (contexts[order[1:]] == contexts[order[:-1]]) & ~known[contexts[order[1:]]]
     distance = np.zeros(len(split), np.int64)

@@ -15,9 +15,9 @@ class Sequences(Rows):
     """Training batches: each step reads B (``streams``) whole sequences of T bytes (``segment``) of
     ``split``, uint8 ``[n T]``."""
 
-    def __init__(self, split: Tensor, *, streams: int, sequence: int, seed: int):
-        self.sequences = split.view(-1, sequence)
-        super().__init__(len(self.sequences), streams=streams, segment=sequence, seed=seed)
+    def __init__(self, split: Tensor, *, segment: int, **layout: int):
+        self.sequences = split.view(-1, segment)
+        super().__init__(len(self.sequences), segment=segment, **layout)
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a step, counted from 0, for a shard's sequences: int64 ``[B,
@@ -25,29 +25,29 @@ class Sequences(Rows):
         return _pairs(self.sequences[self.rows(step, shard)])
 
 
-def scored_sequences(
-    split: Tensor,
-    *,
-    sequence: int,
-    batch: int,
-    shard: Shard = UNSHARDED,
-) -> Batches:
-    """Return the ``row_batches`` of all sequences of ``split [n T]``."""
+def scored_sequences(split: Tensor, *, sequence: int, **layout) -> Batches:
+    """Return the ``row_batches`` of all sequences of ``split [n T]`` in a ``layout``."""
     sequences = split.view(-1, sequence)
 
     def read(rows: Tensor) -> Segment:
         inputs, targets = _pairs(sequences[rows])
         return inputs, targets, targets >= 0
 
-    return row_batches(len(sequences), batch=batch, shard=shard, read=read)
+    return row_batches(len(sequences), read=read, **layout)
 
 
 def sample_sequences(split: Tensor, *, sequence: int, n_bytes: int) -> Tensor:
-    """Return whole sequences, spread evenly over ``split [n T]``: at most ``n_bytes``, but at least
+    """Return whole sequences, spread evenly over ``split [n]``: at most ``n_bytes``, but at least
     one."""
-    sequences = split.view(-1, sequence)
-    n_sampled = max(1, min(n_bytes // sequence, len(sequences)))
-    return sequences[torch.arange(n_sampled) * len(sequences) // n_sampled].flatten()
+    sequences = split.unfold(0, sequence, sequence)
+    return sequences[spread(n_bytes // sequence, len(sequences))].flatten()
+
+
+def spread(n_sampled: int, n_rows: int) -> Tensor:
+    """Return which rows a sample of ``n_sampled`` of ``n_rows`` rows has, at least one, spread
+    evenly: int64 ``[n]``."""
+    n_sampled = max(1, min(n_sampled, n_rows))
+    return torch.arange(n_sampled) * n_rows // n_sampled
 
 
 def _pairs(sequences: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,6 @@ import http.client
 import lzma
 import os
 import re
-import sys
 import sysconfig
 import tarfile
 import urllib.error
@@ -32,6 +31,7 @@ from harness.cache import (
     user_path,
     write_atomically,
 )
+from harness.failures import note
 
 LARGE_BYTES = 2**26
 """A plain file of at least this size is memory-mapped. An archive may unpack to this size, or to
@@ -295,7 +295,7 @@ def fetch(name: str) -> Path:
         archive = target.with_name(f"{name}.zip")
         # it exists if an earlier process could not unpack it, as on a full disk
         if not archive.exists():
-            print(f"data: downloading {corpus.url} to {target}", file=sys.stderr)
+            note(f"data: downloading {corpus.url} to {target}")
             download(corpus.url, archive)
         try:
             content = unpack(archive)

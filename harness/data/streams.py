@@ -41,15 +41,45 @@ class Batches:
         return map(self._make, self._positions)
 
 
-class Streams:
+class Rows:
+    """Training batches of ``n`` independent rows of T bytes (``segment``), of which a step reads B
+    (``streams``). In an epoch each row is read once, in an order drawn from seed and epoch."""
+
+    def __init__(self, n: int, *, streams: int, segment: int, seed: int):
+        self.n = n
+        self.streams = streams
+        self.segment = segment
+        self.seed = seed
+        self.bytes_per_step = streams * segment
+
+    def carried_bytes(self, step: int) -> int:
+        """Return 0, because every row starts without state."""
+        return 0
+
+    def size(self, step: int) -> tuple[int, int]:
+        """Return the bytes of each row in a step, and of all."""
+        return self.segment, self.bytes_per_step
+
+    def rows(self, step: int, shard: Shard = UNSHARDED) -> Tensor:
+        """Return which rows a shard reads in a step, counted from 0: int64 ``[B]``."""
+        indices = range(self.streams)[shard_slice(self.streams, shard)]
+        return torch.tensor([self.row(step * self.streams + index)[1] for index in indices])
+
+    def row(self, read: int) -> tuple[int, int]:
+        """Return the epoch and the row that follow ``read`` rows."""
+        epoch, position = divmod(read, self.n)
+        return epoch, int(permutation(self.seed, epoch, self.n)[position])
+
+
+class Streams(Rows):
     """Training batches: each step reads T bytes (``segment``) of B ``streams`` of ``split``, uint8
     ``[n]``. With ``carry`` the split is a ring, cut into B streams of n // B bytes. A step reads
     the next segment of each stream, and state is carried over. After ``steps_per_epoch`` steps a
     new epoch begins: the ring is shifted by an offset drawn from seed and epoch, and state is
     dropped. Without ``carry`` a step reads B windows: with ``order="random"`` each is drawn for
-    itself; with ``"permutation"`` the ring, shifted as above, is cut into n // T windows, and no
-    window is read twice before all have been read once. ValueError if a stream (or without
-    ``carry`` the split) has fewer than T + 1 bytes."""
+    itself; with ``"permutation"`` the ring, shifted as above, is cut into n // T windows, which are
+    read as rows. ValueError if a stream (or without ``carry`` the split) has fewer than T + 1
+    bytes."""
 
     def __init__(
         self,
@@ -61,15 +91,12 @@ class Streams:
         carry: bool = True,
         order: str = "random",
     ):
+        super().__init__(len(split) // segment, streams=streams, segment=segment, seed=seed)
         self.split = split
-        self.streams = streams
-        self.segment = segment
-        self.seed = seed
         self.carry = carry
         self.order = order
         self.stream_bytes = len(split) // streams if carry else len(split)
         self.steps_per_epoch = self.stream_bytes // segment
-        self.bytes_per_step = streams * segment
         if self.stream_bytes <= segment:
             needed = (segment + 1) * (streams if carry else 1)
             raise ValueError(
@@ -84,10 +111,6 @@ class Streams:
         if self.carry:
             return step % self.steps_per_epoch * self.segment
         return 0
-
-    def size(self, step: int) -> tuple[int, int]:
-        """Return the bytes of each stream in a step, and of all."""
-        return self.segment, self.bytes_per_step
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a step, counted from 0, for the streams of ``shard``: int64
@@ -117,11 +140,8 @@ class Streams:
         return int(integer_hash(_RING, self.seed, epoch)[0]) % len(self.split)
 
     def _window_start(self, read: int) -> int:
-        """Return where the window begins that follows ``read`` windows in the sequence of the
-        epochs' permutations."""
-        n_windows = len(self.split) // self.segment
-        epoch, index = divmod(read, n_windows)
-        window = int(permutation(self.seed, epoch, n_windows)[index])
+        """Return where the window begins that follows ``read`` windows."""
+        epoch, window = self.row(read)
         return self._ring_offset(epoch) + window * self.segment
 
 
@@ -131,36 +151,8 @@ def permutation(seed: int, epoch: int, n: int) -> np.ndarray:
     return np.argsort(integer_hash(_ORDER, seed, epoch, np.arange(n)), kind="stable")
 
 
-class Rows:
-    """Training batches of ``n`` independent rows of T bytes (``segment``), of which a step reads B
-    (``streams``). In an epoch each row is read once, in an order drawn from seed and epoch."""
-
-    def __init__(self, n: int, *, streams: int, segment: int, seed: int):
-        self.n = n
-        self.streams = streams
-        self.segment = segment
-        self.seed = seed
-        self.bytes_per_step = streams * segment
-
-    def carried_bytes(self, step: int) -> int:
-        """Return 0, because every row starts without state."""
-        return 0
-
-    def size(self, step: int) -> tuple[int, int]:
-        """Return the bytes of each row in a step, and of all."""
-        return self.segment, self.bytes_per_step
-
-    def rows(self, step: int, shard: Shard = UNSHARDED) -> Tensor:
-        """Return which rows a shard reads in a step, counted from 0: int64 ``[B]``."""
-        rows = []
-        for index in range(self.streams)[shard_slice(self.streams, shard)]:
-            epoch, position = divmod(step * self.streams + index, self.n)
-            rows.append(int(permutation(self.seed, epoch, self.n)[position]))
-        return torch.tensor(rows)
-
-
 def row_batches(
-    n_rows: int, *, batch: int, shard: Shard, read: Callable[[Tensor], Segment]
+    n_rows: int, *, batch: int, shard: Shard = UNSHARDED, read: Callable[[Tensor], Segment]
 ) -> Batches:
     """Return all rows once, in order, as ``read(rows)`` returns them. At most ``batch`` of them
     form a batch, and a shard reads a contiguous part of the batches. The mask is false for rows
@@ -282,24 +274,18 @@ def windows(
     shard: Shard = UNSHARDED,
 ) -> Batches:
     """Return all pairs of ``split [n]``, each scored once, in windows that are read without carried
-    state. A window of ``window`` pairs starts at every ``stride``-th pair. Its last ``stride``
-    pairs are scored; of the first window, all. At most ``batch`` windows form a batch, and a shard
-    reads a contiguous part of the batches."""
+    state, as ``row_batches``. A window of ``window`` pairs starts at every ``stride``-th pair. Its
+    last ``stride`` pairs are scored; of the first window, all."""
     n_pairs = len(split) - 1
     n_windows = 1 + -(-max(0, n_pairs - window) // stride)
-    batch = min(batch, n_windows)
-    batch_starts = range(0, n_windows, batch)
     columns = torch.arange(window)
 
-    def read(first_window: int) -> Segment:
-        # [b, 1]; some may be past the last window
-        indices = torch.arange(first_window, first_window + batch)[:, None]
-        positions = indices * stride + columns
-        return *_pairs(split, positions), (positions < n_pairs) & (
-            (columns >= window - stride) | (indices == 0)
-        )
+    def read(rows: Tensor) -> Segment:
+        positions = rows[:, None] * stride + columns
+        is_new = (columns >= window - stride) | (rows == 0)[:, None]
+        return *_pairs(split, positions), (positions < n_pairs) & is_new
 
-    return Batches(read, batch_starts[shard_slice(len(batch_starts), shard)])
+    return row_batches(n_windows, batch=batch, shard=shard, read=read)
 
 
 def _pairs(split: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

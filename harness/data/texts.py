@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.data.streams import UNSHARDED, Batches, Rows, Segment, Shard, row_batches
 
 MULTIPLE = 64
-"""Padded lengths are multiples of so many bytes, or the longest that is allowed."""
+"""Padded lengths are multiples of so many bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +44,11 @@ class Texts:
         """Return some of the texts, of the same content."""
         return Texts(self.content, self.starts[rows], self.lengths[rows], self.labels[rows])
 
-    def between(self, first: int, end: int) -> "Texts":
-        """Return the texts that lie in bytes ``first`` to ``end`` of the content, at least one."""
+    def within(self, part: Tensor) -> "Texts":
+        """Return the texts that lie in ``part``, a view of the content; at least one."""
+        first = part.storage_offset()
         begin = min(int((self.starts < first).sum()), self.number - 1)
+        end = first + len(part)
         # a text that is cut still ends where the next one begins
         n_fitting = int((self.starts[1:] <= end).sum()) + (len(self.content) <= end)
         return self.select(slice(begin, max(n_fitting, begin + 1)))
@@ -55,13 +57,12 @@ class Texts:
         """Return the texts, of which at most ``longest`` bytes are read."""
         return replace(self, lengths=self.lengths.clamp(max=longest))
 
-    def padded(self, rows: Tensor, *, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    def padded(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the bytes of some texts ``[B, T]``, zeros after each, their classes ``[B, 1]`` and
-        their lengths ``[B]``, int32. T is the longest length rounded up, at most ``longest``."""
+        their lengths ``[B]``, int32. T is the longest length rounded up."""
         lengths = self.lengths[rows]
-        width = min(-(-int(lengths.max()) // MULTIPLE) * MULTIPLE, longest)
-        columns = torch.arange(width)
-        positions = (self.starts[rows][:, None] + columns).clamp(max=len(self.content) - 1)
+        columns = torch.arange(-(-int(lengths.max()) // MULTIPLE) * MULTIPLE)
+        positions = (self.starts[rows][:, None] + columns) % len(self.content)
         inputs = self.content[positions] * (columns < lengths[:, None])
         return inputs.int(), self.labels[rows][:, None].int(), lengths.int()
 
@@ -70,25 +71,25 @@ class TextBatches(Rows):
     """Training batches: each step reads B (``streams``) ``texts`` of at most T bytes
     (``segment``)."""
 
-    def __init__(self, texts: Texts, *, streams: int, segment: int, seed: int):
-        super().__init__(texts.number, streams=streams, segment=segment, seed=seed)
+    def __init__(self, texts: Texts, **layout: int):
+        super().__init__(texts.number, **layout)
         self.texts = texts
 
     def size(self, step: int) -> tuple[int, int]:
         """Return the mean length of the texts of a step, rounded, and the bytes of all."""
         n_bytes = int(self.texts.lengths[self.rows(step)].sum())
-        return max(1, round(n_bytes / self.streams)), n_bytes
+        return round(n_bytes / self.streams), n_bytes
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor, Tensor]:
         """Return what ``Texts.padded`` returns of a shard's texts in a step, counted from 0."""
-        return self.texts.padded(self.rows(step, shard), longest=self.segment)
+        return self.texts.padded(self.rows(step, shard))
 
 
-def scored_texts(texts: Texts, *, longest: int, batch: int, shard: Shard = UNSHARDED) -> Batches:
-    """Return the ``row_batches`` of all texts, with one scored prediction each."""
+def scored_texts(texts: Texts, **layout) -> Batches:
+    """Return the ``row_batches`` of all texts in a ``layout``, with one scored prediction each."""
 
     def read(rows: Tensor) -> Segment:
-        inputs, targets, lengths = texts.padded(rows, longest=longest)
+        inputs, targets, lengths = texts.padded(rows)
         return inputs, targets, targets >= 0, lengths
 
-    return row_batches(texts.number, batch=batch, shard=shard, read=read)
+    return row_batches(texts.number, read=read, **layout)

@@ -18,28 +18,22 @@ class Compiled:
     """Calls a model in compiled graphs, or without them once it would need more than
     ``MAX_GRAPHS``; ``fully_compiled`` is then False. A scoring graph serves batches of any shape,
     and always collects statistics. The carried state is contiguous and no view, because each
-    other memory layout would need a graph of its own."""
+    other memory layout would need a graph of its own. Padded texts have so many lengths that
+    they are not compiled."""
 
     def __init__(self, model: nn.Module):
         self.model = model
         self.graphs = torch.compile(model)
         self.fully_compiled = True
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        state: object = None,
-        *,
-        valid: Tensor | None = None,
-        collect_stats: bool = False,
-    ):
+    def __call__(self, tokens: Tensor, state: object = None, *, collect_stats: bool = False):
         scoring = not torch.is_grad_enabled()
         # torch.compile makes a separate graph for a batch of size 1
         duplicated = scoring and len(tokens) == 1
         if duplicated:
             tokens = tokens.expand(2, -1).contiguous()
-            state, valid = tree_map_only(Tensor, lambda s: torch.cat([s, s]), (state, valid))
-        out = self._forward(tokens, state, valid, scoring=scoring, collect_stats=collect_stats)
+            state = tree_map_only(Tensor, lambda s: torch.cat([s, s]), state)
+        out = self._forward(tokens, state, scoring=scoring, collect_stats=collect_stats)
         state = tree_map_only(Tensor, _contiguous_copy, self.model.trim(out.state))
         if not duplicated:
             return out._replace(state=state)
@@ -48,32 +42,23 @@ class Compiled:
             logits=out.logits[:1], state=tree_map_only(Tensor, lambda s: s[:1], state), stats=stats
         )
 
-    def _forward(
-        self,
-        tokens: Tensor,
-        state: object,
-        valid: Tensor | None,
-        *,
-        scoring: bool,
-        collect_stats: bool,
-    ):
+    def _forward(self, tokens: Tensor, state: object, *, scoring: bool, collect_stats: bool):
         from torch._dynamo import config, exc, maybe_mark_dynamic  # late: slow to import
 
         if self.fully_compiled:
-            for x in tree_leaves((tokens, state, valid)) if scoring else ():
+            for x in tree_leaves((tokens, state)) if scoring else ():
                 if isinstance(x, Tensor):
                     maybe_mark_dynamic(x, list(range(x.dim())))
             try:
                 with config.patch(recompile_limit=MAX_GRAPHS, fail_on_recompile_limit_hit=True):
-                    collected = collect_stats or scoring
-                    return self.graphs(tokens, state, valid=valid, collect_stats=collected)
+                    return self.graphs(tokens, state, collect_stats=collect_stats or scoring)
             except exc.FailOnRecompileLimitHit:
                 self.fully_compiled = False
                 print(
                     f"runtime.compile: more than {MAX_GRAPHS} graphs would be needed; the run "
                     "continues uncompiled"
                 )
-        return self.model(tokens, state, valid=valid, collect_stats=collect_stats)
+        return self.model(tokens, state, collect_stats=collect_stats)
 
 
 def _contiguous_copy(x: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ only errors."""
 import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -21,6 +20,7 @@ from harness.device.processes import SINGLE, ProcessGroup
 from harness.device.runtime import Runtime
 from harness.device.selection import device_kind, resolve_auto
 from harness.device.torch_settings import configure_torch, free_earlier_jobs
+from harness.failures import note
 from harness.loop.distribute import distribute
 from harness.loop.run import Run, record_errors
 from harness.loop.state import Validated
@@ -59,10 +59,7 @@ def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGr
     with processes.fail_together():
         corpus = corpora.load(**plan.data)
     if plan.data["path"] and corpus.n_bytes < SMALL_CORPUS:
-        print(
-            f"WARNING: data.path has only {corpus.n_bytes:,} bytes; scores of so few say little",
-            file=sys.stderr,
-        )
+        note(f"WARNING: data.path has only {corpus.n_bytes:,} bytes; scores of so few say little")
     if plan.objective.name == "classify":
         _warn_of_cut_texts(plan, corpus)
     common = {"command": command, "processes": processes, "display": display}
@@ -106,10 +103,9 @@ def _warn_of_cut_texts(plan: Plan, corpus: corpora.Corpus) -> None:
     segment = plan.batch.segment
     n_cut = sum(int((texts.lengths > segment).sum()) for texts in corpus.texts.values())
     if n_cut:
-        print(
+        note(
             f"WARNING: {n_cut:,} texts have more than batch.segment={segment} bytes; their first "
-            f"{segment} are read",
-            file=sys.stderr,
+            f"{segment} are read"
         )
 
 
@@ -201,10 +197,7 @@ def initialise(trainer: Trainer) -> dict:
         before, after = (
             f"{each['variant']} on {data_label(each['data'])}" for each in (pretrained, present)
         )
-        print(
-            f"WARNING: init_from.run={path}: trained {before}; this run trains {after}",
-            file=sys.stderr,
-        )
+        note(f"WARNING: init_from.run={path}: trained {before}; this run trains {after}")
     return pretrained
 
 
@@ -261,9 +254,8 @@ def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
 
 def _with_new_head(model: LanguageModel, weights: dict) -> dict:
     """Return ``weights`` with the head of ``model`` in place of their own."""
-    heads = {name: head for name, head in model.state_dict().items() if name.startswith("head.")}
     encoder = {name: tensor for name, tensor in weights.items() if not name.startswith("head.")}
-    return encoder | full_tensors(heads, keep=True)
+    return encoder | full_tensors(model.head.state_dict(prefix="head."))
 
 
 def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:
@@ -282,9 +274,12 @@ def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:
         compared |= {
             f"batch.{key}": config["batch"][key] for key in ("streams", "segment", "carry")
         }
-        compared["batch.order"] = config["batch"].get("order", "random")  # older rows lack it
         compared |= {f"objective.{key}": setting for key, setting in objective.items()}
-        compared |= {"seed": config["seed"], "data.sha256": row["data"]["sha256"]}
+        compared |= {
+            "batch.order": config["batch"].get("order", "random"),  # older rows lack it
+            "seed": config["seed"],
+            "data.sha256": row["data"]["sha256"],
+        }
         for group in row["optimizers"]:
             compared[f"optim {group['name']}"] = (group["optimizer"], group["parameters"])
     return compared

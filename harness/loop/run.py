@@ -167,8 +167,6 @@ class Run:
         settings = vars(plan.record.wandb) | {
             "name": name,
             "tags": (*plan.record.wandb.tags, plan.variant, corpus),
-        }
-        settings |= {
             "job_type": plan.purpose,
             "config": to_json(plan.config),
             "id": id,
@@ -266,7 +264,7 @@ class Run:
         trainer = self.trainer
         objective = trainer.objective
         state = self.trainer.state
-        split = self.trainer.selection_split()
+        split = objective.selection_part()
         max_pairs = min(len(split), self.plan.eval.bytes or math.inf) - 1
         trained_bytes = state.spent.bytes - state.validated.bytes
         size = state.validated.size or max(

@@ -54,9 +54,7 @@ def train_step(
         if distributed:
             distributed.begin_microbatch(last=index == accumulate)
         past = state if accumulate == 1 else map_state(lambda s, rows=streams: s[rows], state)
-        keywords = {}
-        if valid is not None:
-            keywords["valid"] = valid[streams]
+        keywords = {} if valid is None else {"valid": valid[streams]}
         with runtime.autocast():
             out = forward(inputs[streams], past, **keywords)
         cross_entropy = F.cross_entropy(out.logits.flatten(0, -2), targets[streams].flatten())

@@ -106,7 +106,7 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
         training_flops=progress["training_flops"],
         flops_per_byte=ForwardFlops(
             executed=executed.per_byte,
-            ideal=trainer.ideal_flops(),
+            ideal=model.ideal_flops(text=segment),
             unknown=executed.unknown,
             warm=executed.warm,
         ),
@@ -128,12 +128,12 @@ def final_score(trainer: Trainer, name: str) -> Final:
     """Score the split ``name`` with the present weights."""
     plan = trainer.plan
     objective = trainer.objective
-    part = trainer.reported_split(name)
+    part = objective.reported_part(name)
     trainer.check_weights()
     spent = trainer.state.spent.bytes
     with trainer.whole_parameters():
         score, keys = objective.final(trainer.model, part, trained_bytes=spent)
-    is_capped = len(part) < len(objective.reported_part(name))
+    is_capped = len(part) < len(objective.reported_part(name, capped=False))
     return Final(
         kind=name,
         **trainer.progress(),
@@ -151,7 +151,7 @@ def compressors(trainer: Trainer) -> dict[str, dict[str, float]]:
     spent = trainer.state.spent.bytes
     objective = trainer.objective
     return {
-        name: objective.baselines(trainer.reported_split(name), trained_bytes=spent)
+        name: objective.baselines(objective.reported_part(name), trained_bytes=spent)
         for name in objective.splits
     }
 

@@ -20,8 +20,7 @@ from harness.model import LanguageModel
 from harness.objective.causal_lm import CausalLM
 from harness.objective.classify import Classify
 from harness.objective.masked_lm import MaskedLM
-from harness.objective.objective import Objective, Part
-from harness.objective.scoring import Score
+from harness.objective.objective import Objective
 from harness.optim.budget import Spent
 from harness.optim.optimizers import SHARDABLE
 from harness.plan.build import Plan
@@ -47,7 +46,7 @@ class Trainer:
         processes = runtime.processes
         self.objective = OBJECTIVES[plan.objective.name](plan, corpus, runtime)
         self.stream = self.objective.batches
-        self.model = plan.make_model(classes=len(corpus.classes) or None)
+        self.model = plan.make_model(classes=len(corpus.classes))
         self.model.to(runtime.device)
         self.optimizers = plan.make_optimizers(self.model)
         _ = self.backend, self.evaluation_backend  # raise ValueError if one is impossible
@@ -62,7 +61,6 @@ class Trainer:
         # Steps that may have diverged: the function that reads whether one did, its index and
         # learning rate.
         self._unchecked_steps: deque[tuple[Callable[[], float], int, float]] = deque()
-        self.selection_split()
         if processes.world_size > 1:
             self._check_division()
             # from here on only dropout draws numbers
@@ -206,19 +204,14 @@ class Trainer:
         spent = self.state.spent
         train_bytes = self.objective.train_bytes
         row = {"bytes_seen": spent.bytes, "step": spent.steps, "epochs": spent.bytes / train_bytes}
-        row |= {} if self._budget_in_seconds else {"fraction": self.fraction}
+        if not self._budget_in_seconds:
+            row["fraction"] = self.fraction
         clock = {
             "seconds": spent.seconds,
             "bytes_per_second": spent.bytes / max(spent.seconds, 1e-9),
+            "compile_seconds": self.state.compile_seconds,
         }
-        clock |= {"compile_seconds": self.state.compile_seconds}
         return row | {"training_flops": spent.flops, "clock": clock}
-
-    def ideal_flops(self) -> int:
-        """Return the ideal forward FLOPs per byte of ``LanguageModel.ideal_flops``, of a text of
-        the scored length if both sides are seen."""
-        both = self.plan.objective.direction == "both"
-        return self.model.ideal_flops(text=self.objective.scored_segment if both else None)
 
     def train_row(self) -> Train:
         """Return a row of the steps since the last one."""
@@ -232,16 +225,9 @@ class Trainer:
             **progress,
             bits_per_byte=nats / math.log(2),
             learning_rate=self._learning_rate,
-            ideal_flops_per_byte=self.ideal_flops(),
+            ideal_flops_per_byte=self.model.ideal_flops(text=self.objective.scored_segment),
             metrics=self.model.metrics({}),
         )
-
-    def evaluate(self, part: Part, **options: int | None) -> Score:
-        """Score a part of a split with the present weights; ``options`` are those of the
-        objective's ``score``."""
-        self.check_weights()
-        with self.whole_parameters():
-            return self.objective.score(self.model, part, **options)
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Context in which parameters are complete, for reading."""
@@ -249,23 +235,6 @@ class Trainer:
         if distributed:
             return distributed.unsharded()
         return nullcontext()
-
-    def reported_split(self, split: str) -> Part:
-        """Return what is scored of a split at the end."""
-        return self.objective.reported_part(split, limit=self.plan.eval.bytes)
-
-    def selection_split(self) -> Part:
-        """Return what selects the best weights. ValueError if it has fewer than two bytes."""
-        selection_bytes = self.plan.eval.selection_bytes
-        valid = self.corpus.splits["valid"]
-        split = self.objective.selection_part()
-        if len(split) < 2:
-            raise ValueError(
-                f"eval.selection_bytes={selection_bytes}: leaves {len(split)} of the {len(valid)} "
-                "bytes of valid for selecting weights; allowed are 2 or more, or null, with at "
-                "least 4 bytes of valid"
-            )
-        return split
 
     def _check_division(self) -> None:
         """Raise ValueError if several processes cannot divide the work."""

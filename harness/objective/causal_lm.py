@@ -4,10 +4,8 @@ whole sequences."""
 from torch import Tensor
 
 from harness.data.byte_counts import compressed_bits
-from harness.data.corpora import Corpus
-from harness.data.sequences import Sequences, sample_sequences
+from harness.data.sequences import Sequences, sample_sequences, scored_sequences
 from harness.data.streams import Streams, sample_layout, score_ranges
-from harness.device.runtime import Runtime
 from harness.model import LanguageModel
 from harness.objective import scoring
 from harness.objective.checks import NOT_CAUSAL, not_causal
@@ -15,11 +13,10 @@ from harness.objective.objective import Objective
 from harness.objective.scoring import (
     Score,
     check_causality,
-    score_sequences,
+    score_rows,
     score_stream,
     score_windows,
 )
-from harness.plan.build import Plan
 
 
 class CausalLM(Objective):
@@ -27,19 +24,17 @@ class CausalLM(Objective):
     failed = NOT_CAUSAL
     explain = staticmethod(not_causal)
 
-    def __init__(self, plan: Plan, corpus: Corpus, runtime: Runtime):
-        super().__init__(plan, corpus, runtime)
-        self.scored_segment = plan.eval.segment
-        b = plan.batch
-        train = corpus.splits["train"]
-        common = {"streams": b.streams, "seed": plan.seed}
-        if corpus.sequence:
-            self.batches = Sequences(train, sequence=corpus.sequence, **common)
+    def prepare(self, **layout: int) -> None:
+        b = self.plan.batch
+        e = self.plan.eval
+        self.scored_segment = e.segment
+        train = self.corpus.splits["train"]
+        if sequence := self.corpus.sequence:
+            self.batches = Sequences(train, **layout | {"segment": sequence})
         else:
-            self.batches = Streams(train, segment=b.segment, carry=b.carry, order=b.order, **common)
+            self.batches = Streams(train, carry=b.carry, order=b.order, **layout)
         for split in self.splits:
-            part = self.reported_part(split, limit=plan.eval.bytes)
-            score_ranges(len(part) - 1, plan.eval.streams)
+            score_ranges(len(self.reported_part(split)) - 1, e.streams)
 
     def score(
         self,
@@ -47,22 +42,24 @@ class CausalLM(Objective):
         part: Tensor,
         *,
         pairs: int | None = None,
-        **check: int | None,
+        **check: int,
     ) -> Score:
         """Score a part, uint8 ``[n]``, in streams as the configuration's ``eval`` says, or all of
         its sequences. ``pairs`` and ``check`` (``future_seed``, ``cuts``) are those of
         ``score_stream``."""
-        e = self.plan.eval
-        common = {"runtime": self.runtime, **check}
         if sequence := self.corpus.sequence:
-            batch = max(1, e.streams * e.segment // sequence)
-            return score_sequences(model, part, sequence=sequence, batch=batch, **common)
+            rows = self.scored_rows
+            shard = self.runtime.processes.shard
+            batches = scored_sequences(part, sequence=sequence, batch=rows, shard=shard)
+            return score_rows(model, batches, self.runtime, rows=rows, stats_from=0, **check)
         layout = {name: self.plan.protocol()[name] for name in ("streams", "segment", "context")}
         if pairs is not None:
             pairs = min(pairs, len(part) - 1)
             streams, context = sample_layout(pairs, **layout | {"context": self.plan.model.span})
             layout |= {"pairs": pairs, "streams": streams, "context": context}
-        return score_stream(model, part, collect_stats=True, **layout, **common)
+        return score_stream(
+            model, part, runtime=self.runtime, collect_stats=True, **layout, **check
+        )
 
     def score_sample(self, model: LanguageModel, part: Tensor, *, pairs: int) -> tuple[Score, dict]:
         """Score a sample of ``pairs`` pairs, or of whole sequences; return also the scores of
@@ -89,8 +86,9 @@ class CausalLM(Objective):
             scores.append(score_windows(model, part, runtime=self.runtime, **check))
             keys["windows_bits_per_byte"] = scores[-1].bits_per_byte
         floor = corpus.floor_bits(part)
-        precision = self.runtime.precision
-        future, causal = check_causality(model, scores, floor=floor, precision=precision)
+        future, causal = check_causality(
+            model, scores, floor=floor, precision=self.runtime.precision
+        )
         keys |= score.answers(corpus.answer_masks(part)) | future.row()
         if repeats := score.bits_by_label(corpus.repeat_masks(part)):
             keys["bits_per_repeat"] = repeats

@@ -23,8 +23,6 @@ MAX_ROUNDING = 10  # largest change that may count as rounding, as a multiple of
 # first keys of the hash, other than those of harness/data/streams.py
 _BATCH_KEY = 3
 _POSITION_KEY = 4
-Replaced = tuple[Tensor, Tensor]
-"""Inputs with other bytes, and a mask of the predictions to compare."""
 
 
 class Future(NamedTuple):
@@ -109,24 +107,24 @@ class CausalityCheck:
     changes up to ``NOISE_FACTOR`` times the largest that this makes are noise.
 
     Args:
-        seed: draws batches, and in each of them positions of each row. None checks nothing.
         rows: number of streams or windows in a batch, of all processes.
-        cuts: the number of cuts of all processes, rounded up to a multiple of ``rows``.
-        first: index of the first batch in which all streams are scored."""
+        first: index of the first batch in which all streams are scored.
+        future_seed: draws batches, and in each of them positions of each row.
+        cuts: the number of cuts of all processes, rounded up to a multiple of ``rows``."""
 
     def __init__(
         self,
-        seed: int | None,
         batches: Sized,
+        model: LanguageModel,
+        runtime: Runtime,
         *,
         rows: int,
-        vocabulary: int,
-        cuts: int,
-        runtime: Runtime,
         first: int = 0,
+        future_seed: int = 0,
+        cuts: int = 0,
     ):
-        self.seed = seed
-        self.vocabulary = vocabulary
+        self.seed = future_seed
+        self.vocabulary = model.head.out_features
         self.exact = repeats_exactly(runtime)
         self.max_noise = MAX_NOISE_NATS[runtime.precision]
         self.cuts = 0
@@ -134,9 +132,7 @@ class CausalityCheck:
         self.changes = [torch.empty(0)]  # absolute changes of nats, other than 0
         scored = range(len(batches))[first:] or range(len(batches))
         passes = range(-(-cuts // rows))
-        draws = ()
-        if scored and seed is not None:
-            draws = integer_hash(_BATCH_KEY, seed, passes)
+        draws = integer_hash(_BATCH_KEY, future_seed, passes) if scored else ()
         self.passes_of_batch = Counter(scored[int(draw) % len(scored)] for draw in draws)
 
     def compare(self, batch: int, segment: Segment, nats: Tensor, predict: Callable) -> None:
@@ -180,15 +176,14 @@ class ReadCheck:
 
     Args:
         replace: returns, from a segment, inputs with other bytes at places that must not matter,
-            and a mask of the predictions to compare; and the same for places that must. None
-            checks nothing."""
+            and a mask of the predictions to compare; and the same for places that must."""
 
     def __init__(
         self,
         model: LanguageModel,
         runtime: Runtime,
         *,
-        replace: Callable[..., tuple[Replaced, ...]] | None = None,
+        replace: Callable[..., tuple[tuple[Tensor, Tensor], ...]],
     ):
         rounding = any("rounding" in sublayer.limits for _, sublayer in model.sublayers())
         self.tolerance = MAX_NOISE_NATS[runtime.precision]
@@ -199,7 +194,7 @@ class ReadCheck:
 
     def compare(self, batch: int, segment: Segment, nats: Tensor, predict: Callable) -> None:
         """Compare ``nats`` of a batch with those that ``predict`` returns for replaced bytes."""
-        if self.replace is None or batch % EVERY:
+        if batch % EVERY:
             return
         changed = []
         for inputs, mask in self.replace(*segment):

@@ -4,7 +4,7 @@ without."""
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from harness.data.sequences import scored_sequences
 from harness.data.streams import (
     Batches,
     round_context,
@@ -54,10 +54,9 @@ class Score(NamedTuple):
     def bits_by_label(self, masks: Mapping[str, Tensor]) -> dict[str, float | None]:
         """Return the mean bits of the pairs where a mask, bool ``[pairs]``, is true; None if it
         is true nowhere."""
-        scores = {label: self._replace(nats=self.nats[mask]) for label, mask in masks.items()}
         return {
-            label: score.bits_per_byte if len(score.nats) else None
-            for label, score in scores.items()
+            label: self._replace(nats=self.nats[mask]).bits_per_byte if mask.any() else None
+            for label, mask in masks.items()
         }
 
     def answers(self, masks: Mapping[str, Tensor]) -> dict[str, dict[str, float | None]]:
@@ -66,8 +65,8 @@ class Score(NamedTuple):
         and no key without masks."""
         if not masks:
             return {}
-        correct = {label: self.correct[mask].double() for label, mask in masks.items()}
-        accuracy = {label: answers.mean().item() for label, answers in correct.items()}
+        correct = self.correct.double()
+        accuracy = {label: correct[mask].mean().item() for label, mask in masks.items()}
         return {"bits_per_copy": self.bits_by_label(masks), "answer_accuracy": accuracy}
 
 
@@ -97,8 +96,7 @@ def score_stream(
     pairs: int | None = None,
     # sum statistics of sublayers, from the first batch in which all streams are scored
     collect_stats: bool = False,
-    future_seed: int | None = None,  # seed of a ``CausalityCheck``, or None for no check
-    cuts: int = CUTS,  # of this check
+    **check: int,  # ``future_seed`` and ``cuts`` of a ``CausalityCheck``
 ) -> Score:
     """Score pairs of ``split`` (uint8 ``[n]``) with carried state. Processes divide the streams;
     each returns all scores."""
@@ -112,16 +110,9 @@ def score_stream(
     if len(range(streams)[shard_slice(streams, shard)]):
         batches = make(split, context=context, **layout)
     first = context // segment
-    check = CausalityCheck(
-        future_seed,
-        batches,
-        rows=streams,
-        vocabulary=model.head.out_features,
-        cuts=cuts,
-        runtime=runtime,
-        first=first,
-    )
-    return _score(model, batches, runtime, stats_from=first if collect_stats else None, check=check)
+    causality = CausalityCheck(batches, model, runtime, rows=streams, first=first, **check)
+    stats_from = first if collect_stats else None
+    return score(model, batches, runtime, carry=True, stats_from=stats_from, check=causality)
 
 
 def score_windows(
@@ -130,58 +121,28 @@ def score_windows(
     *,
     runtime: Runtime,
     batch: int = WINDOWS[0],
-    future_seed: int | None = None,
-    cuts: int = CUTS,
+    **check: int,
 ) -> Score:
-    """Score each pair once in windows of 1024 bytes, stride 512. ``future_seed`` and ``cuts`` are
-    those of ``score_stream``."""
+    """Score each pair once in windows of 1024 bytes, stride 512. ``check`` is that of
+    ``score_stream``."""
     batches = windows(split, window=WINDOWS[1], batch=batch, shard=runtime.processes.shard)
-    return _score_rows(model, batches, runtime, batch=batch, future_seed=future_seed, cuts=cuts)
+    return score_rows(model, batches, runtime, rows=batch, **check)
 
 
-def score_sequences(
-    model: LanguageModel,
-    split: Tensor,
-    *,
-    sequence: int,
-    runtime: Runtime,
-    batch: int,
-    future_seed: int | None = None,
-    cuts: int = CUTS,
-) -> Score:
-    """Score all bytes of ``split``, whole sequences (uint8 ``[n T]``), ``batch`` of them in a
-    forward pass. A sequence is read without state from before it. ``future_seed`` and ``cuts`` are
-    those of ``score_stream``."""
-    batches = scored_sequences(split, sequence=sequence, batch=batch, shard=runtime.processes.shard)
-    check = {"future_seed": future_seed, "cuts": cuts}
-    return _score_rows(model, batches, runtime, batch=batch, **check, stats_from=0)
-
-
-def _score_rows(
+def score_rows(
     model: LanguageModel,
     batches: Batches,
     runtime: Runtime,
     *,
-    batch: int,
-    future_seed: int | None,
-    cuts: int,
-    **options,
+    rows: int,
+    stats_from: int | None = None,
+    **check: int,
 ) -> Score:
-    """Return the score of batches of rows that are read without carried state."""
-    rows = batch * runtime.processes.world_size
-    vocabulary = model.head.out_features
-    check = CausalityCheck(
-        future_seed, batches, rows=rows, vocabulary=vocabulary, cuts=cuts, runtime=runtime
-    )
-    return _score(model, batches, runtime, carry=False, check=check, **options)
-
-
-def score_reads(
-    model: LanguageModel, batches: Batches, runtime: Runtime, **options: Callable
-) -> Score:
-    """Return the score of batches of rows for a ``ReadCheck`` with these ``options``."""
-    check = ReadCheck(model, runtime, **options)
-    return _score(model, batches, runtime, carry=False, check=check, stats_from=0)
+    """Score batches of at most ``rows`` rows that are read without carried state. ``check`` is that
+    of ``score_stream``."""
+    rows *= runtime.processes.world_size
+    causality = CausalityCheck(batches, model, runtime, rows=rows, **check)
+    return score(model, batches, runtime, stats_from=stats_from, check=causality)
 
 
 def score_context(
@@ -217,34 +178,37 @@ def score_context(
     return curve
 
 
-def _score(
-    model: LanguageModel, batches: Iterable, runtime: Runtime, *, carry: bool = True, **options
+def score(
+    model: LanguageModel,
+    batches: Iterable,
+    runtime: Runtime,
+    *,
+    carry: bool = False,
+    check: CausalityCheck | ReadCheck | None = None,
+    **options: int | None,
 ) -> Score:
-    """Return the score of all processes' streams or windows, in order. ``options`` are those of
-    ``_predictions``, of which ``check`` is needed."""
+    """Return the score of all processes' streams or windows, in order. ``carry`` and ``options``
+    are those of ``_predictions``."""
     predicted = []
     masks = []
     stats = {}
     processes = runtime.processes
-    predictions = _predictions(model, batches, runtime, carry=carry, **options)
-    for nats, correct, mask, batch_stats in predictions:
+    options |= {"carry": carry, "check": check}
+    for nats, correct, mask, batch_stats in _predictions(model, batches, runtime, **options):
         predicted.append(torch.stack([nats, correct], dim=-1))
         masks.append(mask)
         stats = add_stats(stats, batch_stats)
     # batches continue the same streams, or have further windows
-    dim = 0
-    if carry:
-        dim = 1
+    dim = int(carry)
     scored = torch.cat(predicted, dim)[torch.cat(masks, dim)] if predicted else torch.empty(0, 2)
     if processes.world_size > 1:
-        stats = {
-            name: {key: tensor.cpu() for key, tensor in tensors.items()}
-            for name, tensors in stats.items()
-        }
+        stats = tree_map_only(Tensor, Tensor.cpu, stats)
     stats = functools.reduce(add_stats, processes.all_gather(stats, long_wait=True))
-    future = functools.reduce(operator.add, processes.all_gather(options["check"].result()))
+    found = Future()
+    if check is not None:
+        found = functools.reduce(operator.add, processes.all_gather(check.result()))
     nats, correct = processes.concatenate(scored).unbind(1)
-    return Score(nats, correct.bool(), stats, future)
+    return Score(nats, correct.bool(), stats, found)
 
 
 @torch.no_grad()
@@ -255,7 +219,7 @@ def _predictions(
     *,
     carry: bool = True,
     stats_from: int | None = None,
-    check: CausalityCheck | None = None,
+    check: CausalityCheck | ReadCheck | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, dict]]:
     """Yield nats ``[L, T]``, whether the target is the likeliest byte, and mask on the CPU, and
     statistics, of each batch; statistics from batch ``stats_from`` on. ``carry`` carries state from
@@ -270,8 +234,7 @@ def _predictions(
         inputs, targets, *valid = runtime.to_device(inputs, targets, *lengths)
         keywords = dict(zip(("valid",), valid, strict=False))
         with runtime.autocast():
-            past = state if carry else None
-            out = forward(inputs, past, collect_stats=collect_stats, **keywords)
+            out = forward(inputs, state, collect_stats=collect_stats, **keywords)
         # one prediction for each target, also of a pooled model
         logits = out.logits.view(*targets.shape, -1)
         nats = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
@@ -286,5 +249,6 @@ def _predictions(
         correct = out.logits.argmax(-1).cpu() == targets
         if check is not None:
             check.compare(index, segment, nats, predict_batch)
-        state = out.state
+        if carry:
+            state = out.state
         yield nats, correct, mask, out.stats

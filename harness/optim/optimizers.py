@@ -146,25 +146,24 @@ class Optimizers:
     def state_dict(self) -> dict:
         """Return for an exact resume: the number of steps, and the optimizer state of each
         group."""
-        groups = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
-        if self.sharded_parameters:
-            groups = {
-                name: self._convert(name, state, saving=True) for name, state in groups.items()
-            }
+        groups = {
+            name: self._convert(name, optimizer.state_dict(), saving=True)
+            for name, optimizer in self.optimizers.items()
+        }
         return {"steps": self.steps, "groups": groups}
 
     def load_state_dict(self, state: dict) -> None:
         """Restore the ``state_dict`` of optimizers with the same groups."""
         self.steps = state["steps"]
         for name, optimizer in self.optimizers.items():
-            saved = state["groups"][name]
-            if self.sharded_parameters:
-                saved = self._convert(name, saved, saving=False)
+            saved = self._convert(name, state["groups"][name], saving=False)
             optimizer.load_state_dict(saved)
 
     def _convert(self, name: str, state: dict, *, saving: bool) -> dict:
         """Return an optimizer's state with each shard as a ``DTensor`` (``saving``), or each full
-        tensor as a shard."""
+        tensor as a shard; unchanged if no parameters are sharded."""
+        if not self.sharded_parameters:
+            return state
         parameters = [
             p for param_group in self.optimizers[name].param_groups for p in param_group["params"]
         ]

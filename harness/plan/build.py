@@ -113,9 +113,8 @@ class Plan(RunSettings):
     def make_optimizers(self, model: LanguageModel) -> Optimizers:
         """Return the optimizers of a model built by ``make_model``."""
         optim = self.optim
-        groups = self.groups
-        if self.objective.encoder == "frozen":  # their patterns match nothing that is trained
-            groups = {}
+        # of a frozen encoder, their patterns match nothing that is trained
+        groups = {} if self.objective.encoder == "frozen" else self.groups
         groups = assign(model, default=optim["default"], matrices=optim["matrices"], groups=groups)
         return Optimizers(groups, lr=optim["lr"], schedule=optim["schedule"], clip=optim["clip"])
 
@@ -136,8 +135,9 @@ class Plan(RunSettings):
         if self.data["sequence"]:  # read one by one, from an empty state
             protocol |= {"sequence": self.data["sequence"], "context": 0}
         if self.objective.name != "causal_lm":  # the objective of rows without the key
-            protocol |= {"context": 0, "segment": self.batch.segment}
             protocol |= {
+                "context": 0,
+                "segment": self.batch.segment,
                 "objective": self.objective.name,
                 "direction": self.objective.direction,
                 "rate": self.objective.rate,

@@ -11,52 +11,62 @@ def check_objective(plan: RunSettings) -> None:
     """Raise ValueError for settings that the objective of a plan does not allow."""
     objective = plan.objective
     name = objective.name
+    data = plan.data["name"]
+    sequence = plan.data["sequence"]
     allowed = f"allowed with objective={name}"
-    if objective.direction not in DIRECTIONS[name]:
-        directions = ", ".join(DIRECTIONS[name])
-        raise ValueError(f"objective.direction={objective.direction}: {allowed} are {directions}")
+    directions = DIRECTIONS[name]
+    mistakes = {
+        f"objective.direction={objective.direction}: {allowed} are {', '.join(directions)}": (
+            objective.direction not in directions
+        )
+    }
     for key, owner in (("rate", "masked_lm"), ("encoder", "classify")):
         setting = getattr(objective, key)
-        if (setting is None) == (name == owner):
-            if setting is None:
-                raise ValueError(f"objective.{key}=null: {allowed} are other values")
-            raise ValueError(f"objective.{key}={setting}: {allowed} is null")
+        mistakes |= {
+            f"objective.{key}=null: {allowed} are other values": setting is None and name == owner,
+            f"objective.{key}={setting}: {allowed} is null": setting is not None and name != owner,
+        }
     if name == "causal_lm":
-        _check_sequence(plan)
-        return
-    contradictions = {
-        "batch.carry=true": plan.batch.carry,
-        "eval.windows=true": plan.eval.windows,
-    }
-    for setting, is_set in contradictions.items():
-        if is_set:
-            raise ValueError(f"{setting}: {allowed} is false")
-    if plan.data["sequence"]:
-        raise ValueError(f"data.sequence={plan.data['sequence']}: {allowed} is null")
-    if name == "classify" and plan.data["name"] not in LABELLED:
-        corpora = ", ".join(LABELLED)
-        raise ValueError(f"data={plan.data['name']}: has no labels; {allowed} are {corpora}")
-    if name == "classify" and plan.runtime.compile is True:  # texts have many lengths
-        raise ValueError(f"runtime.compile=true: {allowed} are false, auto")
-    if name == "classify" and plan.init_from.restore == "everything":
-        raise ValueError(
-            f"init_from.restore=everything: {allowed} is weights, because the head is a new one"
-        )
+        mistakes |= _sequence_mistakes(plan)
+    else:
+        mistakes |= {
+            f"batch.carry=true: {allowed} is false": plan.batch.carry,
+            f"eval.windows=true: {allowed} is false": plan.eval.windows,
+            f"data.sequence={sequence}: {allowed} is null": sequence,
+        }
+    if name == "classify":
+        mistakes |= {
+            f"data={data}: has no labels; {allowed} are {', '.join(LABELLED)}": (
+                data not in LABELLED
+            ),
+            # texts have many lengths
+            f"runtime.compile=true: {allowed} are false, auto": plan.runtime.compile is True,
+            f"init_from.restore=everything: {allowed} is weights, because the head is a new one": (
+                plan.init_from.restore == "everything"
+            ),
+        }
+    for message, is_made in mistakes.items():
+        if is_made:
+            raise ValueError(message)
 
 
-def _check_sequence(plan: RunSettings) -> None:
-    """Raise ValueError for settings that would cut sequences, or read them with state from before
-    them."""
+def _sequence_mistakes(plan: RunSettings) -> dict[str, bool]:
+    """Return whether settings would cut sequences, or read them with state from before them, by the
+    message."""
     sequence = plan.data["sequence"]
-    e = plan.eval
+    segment = plan.batch.segment
     if sequence is None:
-        return
+        return {}
     allowed = f"allowed with data.sequence={sequence} is"
-    if plan.batch.carry:
-        raise ValueError(f"batch.carry=true: {allowed} false, because sequences are independent")
-    if plan.batch.segment != sequence:
-        reason = "because a step reads whole sequences"
-        raise ValueError(f"batch.segment={plan.batch.segment}: {allowed} {sequence}, {reason}")
-    for key, n_bytes in (("bytes", e.bytes), ("selection_bytes", e.selection_bytes)):
-        if n_bytes is not None and n_bytes < sequence:
-            raise ValueError(f"eval.{key}={n_bytes}: {allowed} {sequence} or more, or null")
+    mistakes = {
+        f"batch.carry=true: {allowed} false, because sequences are independent": plan.batch.carry,
+        f"batch.segment={segment}: {allowed} {sequence}, because a step reads whole sequences": (
+            segment != sequence
+        ),
+    }
+    for key in ("bytes", "selection_bytes"):
+        n_bytes = getattr(plan.eval, key)
+        mistakes[f"eval.{key}={n_bytes}: {allowed} {sequence} or more, or null"] = (
+            n_bytes is not None and n_bytes < sequence
+        )
+    return mistakes

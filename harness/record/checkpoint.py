@@ -7,14 +7,13 @@ ones, and ``best.pt`` with only weights."""
 import hashlib
 import io
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from harness.cache import write_atomically
-from harness.failures import Damaged
+from harness.failures import Damaged, note
 from harness.record.rows import FORMAT, open_regular, wrong_format
 
 FOLDER = "checkpoints"
@@ -59,10 +58,7 @@ def load_newest(folder: Path, identity: Mapping[str, object]) -> dict:
             damages.append(str(error))
             continue
         if damages:
-            print(
-                f"WARNING: {'; '.join(damages)}: {path.name}, the one before, is loaded",
-                file=sys.stderr,
-            )
+            note(f"WARNING: {'; '.join(damages)}: {path.name}, the one before, is loaded")
         return content
     reasons = "; ".join(damages) or f"{folder / FOLDER} has no checkpoint any more"
     raise Damaged(f"{reasons}; allowed is force=true, which runs it again")

@@ -185,20 +185,20 @@ class RunFolder:
 def finished_summary(path: Path) -> dict | None:
     """Return the summary in a run folder, or None if it is missing or damaged, or if the run was
     not finished."""
-    rows, _ = read_accepted_rows(
-        path / SUMMARY, check=lambda row, _: violation(row, schema="summary")
-    )
+    rows = _summaries(path, schema="summary")
     return next((row for row in rows if row["status"] == "finished"), None)
+
+
+def _summaries(path: Path, *, schema: str) -> list[dict]:
+    """Return the row of ``summary.json`` in a run folder, if it has one that keeps a schema."""
+    return read_accepted_rows(path / SUMMARY, check=lambda row, _: violation(row, schema=schema))[0]
 
 
 def why_unfinished(path: Path) -> str:
     """Return the status of a folder's run, if it has failed, and the name of the run beside it that
     finished last, as the end of a message."""
     text = ""
-    rows, _ = read_accepted_rows(
-        path / SUMMARY, check=lambda row, _: violation(row, schema="failed")
-    )
-    for row in rows:
+    for row in _summaries(path, schema="failed"):
         text += f"; this run has {row['status']} ({row.get('error') or 'no reason is recorded'})"
     summaries = path.resolve().parent.glob(f"*/{SUMMARY}")
     for summary in sorted(summaries, key=lambda summary: summary.stat().st_mtime, reverse=True):

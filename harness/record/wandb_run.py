@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+from harness.failures import note
 from harness.record.schema import flatten, is_number
 
 PROGRESS_KEYS = (
@@ -68,9 +69,7 @@ class WandbRun(AbstractContextManager):
         self._step = 0
         variable = os.environ.get("WANDB_MODE") or mode
         if mode == "disabled" and variable != mode:
-            print(
-                f"wandb: WANDB_MODE={variable} overrides record.wandb.mode={mode}", file=sys.stderr
-            )
+            note(f"wandb: WANDB_MODE={variable} overrides record.wandb.mode={mode}")
         mode = variable
         if mode != "disabled":
             # the lengths that W&B accepts
@@ -120,7 +119,7 @@ class WandbRun(AbstractContextManager):
             yield
         except (Exception, SystemExit) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            print(f"wandb: {reason} (the run continues without W&B)", file=sys.stderr)
+            note(f"wandb: {reason} (the run continues without W&B)")
             run = self._run
             self._run = None
             if run is not None:
@@ -182,7 +181,7 @@ def _start(mode: str, keywords: dict, *, id: str):
         wandb.setup(settings=settings)
         run = start(mode="offline")
     if reason:
-        print(f"wandb: {reason}; this run is written offline", file=sys.stderr)
+        note(f"wandb: {reason}; this run is written offline")
     run.define_metric("bytes_seen")
     run.define_metric("*", step_metric="bytes_seen")
     run.define_metric("valid/bits_per_byte", step_metric="bytes_seen", summary="min")

@@ -12,6 +12,7 @@ from harness.objective import checks, scoring
 from harness.record import checkpoint
 from harness.record.folder import EVALUATIONS
 from tests.support.small_configs import CPU, compose_config
+from tests.support.small_runs import evaluate as score_of
 from tests.support.small_runs import whole_run
 
 RAMP = ("variant.attention.span.initial=0.5", "variant.attention.span.ramp=4")
@@ -83,8 +84,8 @@ def test_repeats_of_real_text_have_the_same_bits_in_a_run_and_in_an_evaluation(t
         f"outputs={tmp_path}",
     )
     assert summary["protocol"]["order"] == job.trainer.stream.order == "permutation"
-    score = job.trainer.evaluate(job.trainer.reported_split("test"))
-    masks = job.trainer.corpus.repeat_masks(job.trainer.reported_split("test"))
+    score = score_of(job.trainer, job.trainer.objective.reported_part("test"))
+    masks = job.trainer.corpus.repeat_masks(job.trainer.objective.reported_part("test"))
     near = masks["32 to 512"]
     assert len(near) == len(score.nats) and near.any()
     assert summary["test_bits_per_repeat"]["32 to 512"] == pytest.approx(

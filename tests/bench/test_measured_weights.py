@@ -87,7 +87,7 @@ def test_flops_of_rows_are_counted_on_bytes_of_valid(monkeypatch):
     worker.train_memory()
     worker.flops()
     first, second = (call.kwargs["text"] for call in count.call_args_list)
-    assert torch.equal(first, trainer.reported_split("valid"))
+    assert torch.equal(first, trainer.objective.reported_part("valid"))
     assert torch.equal(second, worker.corpus.splits["valid"])
 
 

@@ -23,6 +23,7 @@ from tests.support.small_runs import (  # noqa: F401
     SPANS,
     SPARSE,
     VARIANTS,
+    evaluate,
     make_run,
     make_trainer,
     run_to_end,
@@ -114,7 +115,7 @@ def spoil_head(trainer: Trainer):
     spoil(trainer.model.head.weight)
 
 
-READERS = (lambda t: t.evaluate(t.selection_split(), pairs=9), saved, Trainer.train_row)
+READERS = (lambda t: evaluate(t, t.objective.selection_part(), pairs=9), saved, Trainer.train_row)
 """Functions that score, save and record the state after a step."""
 
 

@@ -28,6 +28,7 @@ from harness.loop.trainer import Trainer
 from harness.model import NUMERICS, LanguageModel
 from harness.plan.build import plan_run
 from tests.support.small_configs import VARIANT_NAMES, compose_config, sized, variant_file
+from tests.support.small_runs import evaluate
 from variants.kernels import native, window_cpu
 
 FOLDER = Path(__file__).parent
@@ -225,9 +226,10 @@ def _train(trainer: Trainer) -> dict:
         trainer.step()
         losses.append(trainer.train_row().bits_per_byte)
     assert trainer.state.carried is not None and trainer.finished
+    valid = trainer.objective.reported_part("valid")
     return {
         "losses": losses,
-        "valid_bits_per_byte": trainer.evaluate(trainer.reported_split("valid")).bits_per_byte,
+        "valid_bits_per_byte": evaluate(trainer, valid).bits_per_byte,
         "training_flops": trainer.state.spent.flops,
     }
 

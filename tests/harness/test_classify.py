@@ -21,7 +21,7 @@ def test_the_score_is_that_of_each_text_alone_and_the_interval_is_wilsons():
     trainer = make_trainer(*CLASSIFY)
     for _ in range(4):
         trainer.step()
-    texts = trainer.reported_split("valid")
+    texts = trainer.objective.reported_part("valid")
     final = final_score(trainer, "valid")
     nats = []
     n_correct = 0

@@ -13,6 +13,7 @@ from tests.support.attention_case import Case, starts
 from tests.support.small_runs import (
     CARRY,
     MEMORY,
+    evaluate,
     make_run,
     make_trainer,
     run_to_end,
@@ -55,7 +56,7 @@ def test_a_compiled_variant_has_the_losses_gradients_states_and_scores_of_the_un
             trainer.step()
             bits.append(trainer.train_row().bits_per_byte)
         assert trainer.backend == trainer.evaluation_backend == backend + ", compiled" * compiled
-        scores.append(trainer.evaluate(trainer.reported_split("valid")[:191]))
+        scores.append(evaluate(trainer, trainer.objective.reported_part("valid")[:191]))
         trainers.append(trainer)
     assert bits[2:] == pytest.approx(bits[:2], abs=1e-4)
     uncompiled, compiled = trainers
@@ -147,7 +148,7 @@ def test_heads_of_unequal_spans_can_run_outside_of_the_graphs(backend, monkeypat
         trainers.append(trainer)
     assert len({x.shape[2] for x in tensors(trainer.state.carried) if x.dim() == 4}) == 2
     uncompiled, compiled = (
-        trainer.evaluate(trainer.reported_split("valid")) for trainer in trainers
+        evaluate(trainer, trainer.objective.reported_part("valid")) for trainer in trainers
     )
     torch.testing.assert_close(compiled.nats, uncompiled.nats, rtol=0, atol=1e-4)
 

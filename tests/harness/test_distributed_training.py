@@ -27,6 +27,7 @@ from tests.support.small_runs import (
     SPANS,
     VARIANTS,
     after_step,
+    evaluate,
     make_run,
     make_trainer,
 )
@@ -104,7 +105,7 @@ def train_and_score(trainer: Trainer) -> dict:
         trainer.step()
         digests.append(digest(trainer))
         bits.append(trainer.train_row().bits_per_byte)
-    score = trainer.evaluate(trainer.corpus.splits["valid"])
+    score = evaluate(trainer, trainer.corpus.splits["valid"])
     return {
         "bits": bits,
         "digests": digests,

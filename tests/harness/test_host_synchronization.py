@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness.device.runtime import Runtime
 from harness.loop.step import train_step
-from tests.support.small_runs import SPANS, VARIANTS, make_trainer, saved
+from tests.support.small_runs import SPANS, VARIANTS, evaluate, make_trainer, saved
 
 WAITING_METHODS = (
     "tolist",
@@ -114,7 +114,7 @@ def test_reading_the_seconds_waits_for_the_device_and_excludes_time_between_step
     trainer.step()
     assert saved(trainer)["spent"]["seconds"] == 10.0
     trainer.step()
-    trainer.evaluate(trainer.selection_split(), pairs=10)
+    evaluate(trainer, trainer.objective.selection_part(), pairs=10)
     assert trainer.progress()["clock"]["seconds"] == 15.0, "scoring must not count as training"
     trainer.step()
     assert trainer.progress()["clock"]["bytes_per_second"] == trainer.state.spent.bytes / 20.0

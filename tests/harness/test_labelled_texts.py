@@ -114,21 +114,21 @@ TEXTS = Texts.of([b"a" * n for n in (1, 5, 70, 200, 64, 3, 2, 9)], [0, 1, 2, 0, 
 
 
 def test_texts_are_padded_to_the_longest_rounded_up_and_cut_at_the_limit():
-    inputs, labels, lengths = TEXTS.cut(100).padded(torch.tensor([0, 2]), longest=100)
-    assert inputs.shape == (2, 100) and lengths.tolist() == [1, 70]
+    inputs, labels, lengths = TEXTS.cut(100).padded(torch.tensor([0, 2]))
+    assert inputs.shape == (2, 128) and lengths.tolist() == [1, 70]
     assert inputs.count_nonzero(dim=1).tolist() == [1, 70] and labels.tolist() == [[0], [2]]
-    assert TEXTS.cut(100).padded(torch.tensor([1, 4]), longest=100)[0].shape == (2, 64)
-    assert TEXTS.cut(100).padded(torch.tensor([3]), longest=100)[2].tolist() == [100]
-    assert TEXTS.between(2, 80).lengths.tolist() == [5, 70]
-    assert TEXTS.between(300, 305).lengths.tolist() == [3]
+    assert TEXTS.cut(100).padded(torch.tensor([1, 4]))[0].shape == (2, 64)
+    assert TEXTS.cut(100).padded(torch.tensor([3]))[2].tolist() == [100]
+    assert TEXTS.within(TEXTS.content[2:80]).lengths.tolist() == [5, 70]
+    assert TEXTS.within(TEXTS.content[300:305]).lengths.tolist() == [3]
 
 
 @pytest.mark.parametrize("n_bytes", [1, 50, 200])
 def test_no_text_both_selects_weights_and_is_reported(n_bytes):
     texts = Texts.of([b"a" * 90] * 9, [0] * 9).cut(20)
     end = len(texts.content)
-    reported = texts.between(0, end - n_bytes).starts.tolist()
-    selecting = texts.between(end - n_bytes, end).starts.tolist()
+    reported = texts.within(texts.content[: end - n_bytes]).starts.tolist()
+    selecting = texts.within(texts.content[end - n_bytes :]).starts.tolist()
     assert reported and selecting and not set(reported) & set(selecting)
 
 
@@ -148,7 +148,7 @@ def test_an_epoch_reads_every_text_once_and_processes_divide_a_step():
 @pytest.mark.parametrize("batch", [3, 8, 20])
 def test_every_text_is_scored_once_in_order_by_any_number_of_processes(batch):
     def labels(shard: tuple[int, int]) -> list[int]:
-        batches = scored_texts(TEXTS, longest=256, batch=batch, shard=shard)
+        batches = scored_texts(TEXTS, batch=batch, shard=shard)
         return [n for _, targets, mask, _ in batches for n in targets[mask].tolist()]
 
     assert labels((0, 1)) == labels((0, 2)) + labels((1, 2)) == TEXTS.labels.tolist()

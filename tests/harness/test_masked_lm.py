@@ -12,8 +12,6 @@ from harness.data.masked import (
     MaskedWindows,
     hide,
     scored_windows,
-    select_scored,
-    whole_windows,
 )
 from harness.data.neighbour_counts import neighbour_bits
 from harness.data.streams import Streams
@@ -65,23 +63,20 @@ def test_selections_depend_on_seed_step_and_row_only():
 
 
 def test_each_window_is_scored_once_with_all_selected_bytes_hidden_at_fixed_places():
-    windows = whole_windows(SPLIT, window=40)
-    assert windows.shape == (125, 40) and torch.equal(windows.flatten(), SPLIT)
-    assert len(whole_windows(SPLIT, window=40, n_bytes=400)) == 10
-    assert len(whole_windows(SPLIT, window=40, n_bytes=3)) == 1
+    split = torch.cat([SPLIT, SPLIT[:39]])
 
-    def read(shard: tuple[int, int]) -> list[torch.Tensor]:
-        options = {"rate": 0.15, "vocabulary": 256, "batch": 7, "shard": shard}
+    def read(shard: tuple[int, int], **layout) -> list[torch.Tensor]:
+        options = {"window": 40, "rate": 0.15, "vocabulary": 256, "batch": 7, "shard": shard}
         parts = [
             torch.stack([inputs.long(), tokens, mask.long()])
-            for inputs, tokens, mask in scored_windows(windows, **options)
+            for inputs, tokens, mask in scored_windows(split, **options | layout)
         ]
         return torch.cat(parts, dim=1)
 
     inputs, tokens, mask = read((0, 1))[:, :125]
-    assert torch.equal(tokens, windows.long()) and (mask.sum(1) == 6).all()
+    assert torch.equal(tokens.flatten(), SPLIT.long()) and (mask.sum(1) == 6).all()
     assert torch.equal(inputs, hide(tokens, mask.bool(), vocabulary=256))
-    assert torch.equal(mask.bool(), select_scored(torch.arange(125), width=40, rate=0.15))
+    assert torch.equal(mask, read((0, 1), batch=10**6)[2])
     shards = torch.cat([read((0, 2)), read((1, 2))], dim=1)
     assert torch.equal(shards, read((0, 1)))
 
@@ -111,12 +106,12 @@ def test_the_score_is_the_mean_over_selected_bytes_in_any_batches():
     trainer = make_trainer(*MASKED, "variant=mhsa")
     for _ in range(3):
         trainer.step()
-    part = trainer.reported_split("valid")
+    part = trainer.objective.reported_part("valid")
     bits = final_score(trainer, "valid").bits_per_byte
-    windows = whole_windows(part, window=40).long()
-    selected = select_scored(torch.arange(len(windows)), width=40, rate=0.15)
+    options = {"window": 40, "rate": 0.15, "vocabulary": 256, "batch": len(part)}
+    ((inputs, windows, selected),) = scored_windows(part, **options)
     with torch.no_grad():
-        logits = trainer.model.eval()(hide(windows, selected, vocabulary=256)).logits
+        logits = trainer.model.eval()(inputs).logits
     nats = F.cross_entropy(logits[selected].double(), windows[selected])
     assert bits == pytest.approx(nats.item() / math.log(2), abs=1e-6)
 
@@ -186,18 +181,13 @@ def test_counts_of_neighbours_equal_a_loop_and_sum_to_one():
         for name, p in (("left", left), ("right", right), ("both", both)):
             assert sum(p) == pytest.approx(1)
             expected[name] -= math.log2(p[window[at]]) / selected.sum()
-    found = neighbour_bits(
-        torch.from_numpy(train.astype(np.uint8)),
-        torch.from_numpy(window.astype(np.uint8))[None],
-        torch.from_numpy(selected)[None],
-        vocabulary=5,
-    )
-    assert found == pytest.approx(expected)
-    seen_alone = torch.arange(12) == 5  # its neighbours are smaller than other bytes of train
-    assert neighbour_bits(
-        torch.tensor([0, 1, 3] * 5, dtype=torch.uint8),
-        torch.tensor([[0, 1] * 6], dtype=torch.uint8),
-        seen_alone[None],
-        vocabulary=5,
-    )
-    assert not neighbour_bits(SPLIT[:2], SPLIT[None, :5], SPLIT[None, :5] > 0, vocabulary=256)
+    tokens = torch.from_numpy(window)[None]
+    mask = torch.from_numpy(selected)[None]
+    windows = (hide(tokens, mask, vocabulary=5), tokens, mask)
+    train = torch.from_numpy(train.astype(np.uint8))
+    assert neighbour_bits(train, *windows, vocabulary=5) == pytest.approx(expected, rel=1e-12)
+    assert not neighbour_bits(train[:2], *windows, vocabulary=5)
+    tokens = torch.tensor([[0, 1] * 6])
+    alone = (torch.arange(12) == 5)[None]  # its neighbours are smaller than other bytes of train
+    windows = (hide(tokens, alone, vocabulary=5), tokens, alone)
+    assert neighbour_bits(torch.tensor([0, 1, 3] * 5, dtype=torch.uint8), *windows, vocabulary=5)

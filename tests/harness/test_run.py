@@ -20,6 +20,7 @@ from tests.support.small_runs import (
     SPANS,
     VARIANTS,
     after_step,
+    evaluate,
     make_run,
     make_trainer,
     rows_of,
@@ -90,11 +91,11 @@ def test_final_scores_costs_and_spans_are_those_of_the_weights_with_the_best_val
     ]
     assert sum(score.bits_per_byte for score in scores) / 3 == pytest.approx(bits[-2], abs=1e-6)
     assert (
-        best.evaluate(valid[:400]).bits_per_byte
+        evaluate(best, valid[:400]).bits_per_byte
         == summary["valid_bits_per_byte"]
         == rows[-1]["bits_per_byte"]
     )
-    assert best.evaluate(test[:400]).bits_per_byte == summary["test_bits_per_byte"]
+    assert evaluate(best, test[:400]).bits_per_byte == summary["test_bits_per_byte"]
     assert (
         summary["spans"]["min"] > 1
         and summary["flops_per_byte"]["ideal"] == best.model.ideal_flops()

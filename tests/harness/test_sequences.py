@@ -15,7 +15,7 @@ from harness.data.associative_recall import answers, associative_recall, floor_b
 from harness.data.corpora import load
 from harness.data.sequences import Sequences, sample_sequences, scored_sequences
 from harness.objective.checks import NOT_CAUSAL
-from harness.objective.scoring import score_sequences
+from harness.objective.scoring import score_rows
 from harness.record.folder import config_hash
 from tests.bench.test_evaluate import evaluate_run
 from tests.support.small_configs import plan
@@ -97,7 +97,7 @@ def table(n: int) -> torch.Tensor:
 
 
 def test_every_sequence_is_read_once_before_any_is_read_twice():
-    stream = Sequences(table(10), streams=3, sequence=4, seed=0)
+    stream = Sequences(table(10), streams=3, segment=4, seed=0)
     assert (stream.segment, stream.bytes_per_step) == (4, 12)
     read = []
     for step in range(20):
@@ -110,7 +110,7 @@ def test_every_sequence_is_read_once_before_any_is_read_twice():
     epochs = [read[begin : begin + 10] for begin in range(0, 60, 10)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 6
-    reseeded = Sequences(table(10), streams=3, sequence=4, seed=1)
+    reseeded = Sequences(table(10), streams=3, segment=4, seed=1)
     assert not torch.equal(reseeded.batch(0)[1], stream.batch(0)[1])
     shards = [stream.batch(7, shard=(rank, 2))[1] for rank in range(2)]
     assert torch.equal(torch.cat(shards), stream.batch(7)[1])
@@ -143,8 +143,9 @@ def test_a_sequence_is_scored_without_state_from_before_it():
     rows = split.view(7, 16).long()
     logits = torch.cat([model(F.pad(row[:-1], (1, 0), value=NEWLINE)[None]).logits for row in rows])
     nats = F.cross_entropy(logits.transpose(1, 2), rows, reduction="none")
-    sizes = {"sequence": 16, "batch": 3}
-    score = score_sequences(model, split, runtime=trainer.runtime, future_seed=0, **sizes)
+    batches = scored_sequences(split, sequence=16, batch=3)
+    score = score_rows(model, batches, trainer.runtime, rows=3, future_seed=0, cuts=9)
+    assert score.future.cuts >= 9 and not score.future.changed
     torch.testing.assert_close(score.nats, nats.flatten(), rtol=0, atol=1e-5)
     assert (
         torch.equal(score.correct, logits.argmax(-1).flatten() == split.long())

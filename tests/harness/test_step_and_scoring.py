@@ -22,7 +22,7 @@ from harness.objective.scoring import check_causality, score_context, score_stre
 from harness.optim.budget import Schedule, Spent
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import assign
-from tests.support.small_runs import MEMORY, VARIANTS, make_trainer, tensors
+from tests.support.small_runs import MEMORY, VARIANTS, evaluate, make_trainer, tensors
 
 CPU = Runtime(device=torch.device("cpu"), precision="float32", compile=False)
 SPANS = (
@@ -64,7 +64,8 @@ def test_auxiliary_losses_are_in_the_gradient_but_not_in_the_score(parts):
     runs = [make_trainer(*words, f"variant.attention.span.loss_weight={w}") for w in (0.0, weight)]
     batch = runs[0].stream.batch(0)
     logits = runs[0].model(batch[0]).logits.detach()
-    scores = [run.evaluate(run.reported_split("valid")[:200]).bits_per_byte for run in runs]
+    part = runs[0].objective.reported_part("valid")[:200]
+    scores = [evaluate(run, part).bits_per_byte for run in runs]
     nats = []
     for run in runs:  # a step of SGD moves a parameter by its gradient times the rate
         groups = assign(run.model, default=torch.optim.SGD)
@@ -126,7 +127,7 @@ def test_bfloat16_training_is_finite_and_close_to_float32_with_parameters_in_flo
     assert bits[0] != bits[1] and bits[0] == pytest.approx(bits[1], abs=0.05)
     assert all(p.dtype == torch.float32 and p.isfinite().all() for p in low.model.parameters())
     assert {t.dtype for t in tensors(low.state.carried)} == {torch.int64, torch.bfloat16}
-    assert low.evaluate(low.reported_split("valid")[:200]).nats.isfinite().all()
+    assert evaluate(low, low.objective.reported_part("valid")[:200]).nats.isfinite().all()
 
 
 # Scoring
@@ -305,12 +306,14 @@ def test_cuts_take_at_most_a_twentieth_of_the_time_of_a_run(monkeypatch):
         (1e-6, math.nan, True),
     ],
 )
-def test_without_determinism_changes_like_the_measured_noise_do_not_count(noise, change, counts):
+def test_without_determinism_changes_like_the_measured_noise_do_not_count(
+    model, noise, change, counts
+):
     def predict(tokens: Tensor) -> tuple[Tensor]:
         return (torch.full((1, 9), change if tokens.any() else noise),)
 
     torch.use_deterministic_algorithms(False)
-    check = CausalityCheck(0, [0], rows=1, vocabulary=256, cuts=1, runtime=CPU)
+    check = CausalityCheck([0], model, CPU, rows=1, cuts=1)
     inputs = torch.zeros(1, 9, dtype=torch.int64)
     check.compare(0, (inputs, inputs, inputs == 0), torch.zeros(1, 9), predict)
     assert (check.result().changed > 0) == counts
@@ -335,7 +338,7 @@ def test_a_trained_model_stays_above_the_floor_of_recall_and_below_it_a_score_is
     )
     while not trainer.finished:
         trainer.step()
-    score = trainer.evaluate(trainer.corpus.splits["valid"])
+    score = evaluate(trainer, trainer.corpus.splits["valid"])
     floor = recall_floor(len(score.nats) + 1)
     assert floor - 40 / len(score.nats) < score.bits_per_byte < 3.9
     assert (
@@ -343,7 +346,7 @@ def test_a_trained_model_stays_above_the_floor_of_recall_and_below_it_a_score_is
         > floor
     )
     row = final_score(trainer, "test")
-    floor = trainer.corpus.floor_bits(trainer.reported_split("test"))
+    floor = trainer.corpus.floor_bits(trainer.objective.reported_part("test"))
     assert row.check == trainer.plan.admission and row.floor_bits_per_byte == floor
     assert row.bits_per_copy["3"] < 4
     above = trainer.corpus.generated._replace(

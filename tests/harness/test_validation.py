@@ -11,6 +11,7 @@ import torch
 from harness.device.compiled import compile_clock
 from harness.loop.state import Validated
 from tests.support.small_runs import (
+    evaluate,
     make_run,
     make_trainer,
     rows_of,
@@ -30,10 +31,10 @@ def test_no_reported_score_includes_the_bytes_that_select_the_weights(selection_
     trainer = make_trainer(f"eval.selection_bytes={selection_bytes}", "eval.bytes=null")
     valid = trainer.corpus.splits["valid"]
     assert len(valid) == 1000 and torch.equal(
-        trainer.reported_split("valid"), valid[: 1000 - n_bytes]
+        trainer.objective.reported_part("valid"), valid[: 1000 - n_bytes]
     )
-    assert torch.equal(trainer.selection_split(), valid[1000 - n_bytes :])
-    assert torch.equal(trainer.reported_split("test"), trainer.corpus.splits["test"])
+    assert torch.equal(trainer.objective.selection_part(), valid[1000 - n_bytes :])
+    assert torch.equal(trainer.objective.reported_part("test"), trainer.corpus.splits["test"])
 
 
 def test_a_run_validates_at_its_fractions_on_a_tenth_of_the_trained_bytes(cwd):
@@ -71,8 +72,8 @@ def test_a_validation_scores_bytes_after_a_full_window_of_context():
         "model.head_zero_init=false",
     )
     score, part = (
-        trainer.evaluate(trainer.selection_split(), pairs=399),
-        trainer.selection_split().long(),
+        evaluate(trainer, trainer.objective.selection_part(), pairs=399),
+        trainer.objective.selection_part().long(),
     )
     length, context = 133, 64
     rows = torch.stack([part[begin : begin + length + 1] for begin in (0, 183, 366)])

@@ -19,6 +19,7 @@ from harness.device.torch_settings import configure_torch
 from harness.loop.prepare import prepare
 from harness.loop.run import Run
 from harness.loop.trainer import Trainer
+from harness.objective.scoring import Score
 from harness.record.rows import RECORD, SUMMARY, read_rows
 from tests.support.small_configs import CONF, compose_config, plan
 from train import train
@@ -102,6 +103,13 @@ def make_trainer(*overrides: str) -> Trainer:
     """Return a trainer before its first step, without a run folder."""
     plan_ = plan(*SMALL, *overrides)
     return Trainer(plan_, corpora.load(**plan_.data), configure_torch(plan_.runtime))
+
+
+def evaluate(trainer: Trainer, part: torch.Tensor, **options: int) -> Score:
+    """Return the score of a part with the present weights."""
+    trainer.check_weights()
+    with trainer.whole_parameters():
+        return trainer.objective.score(trainer.model, part, **options)
 
 
 def saved(trainer: Trainer) -> dict:

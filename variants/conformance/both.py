@@ -6,37 +6,30 @@ from itertools import accumulate
 import torch
 
 from variants.conformance import numerics, promises
-from variants.conformance.fixture import Subject, Verdict, differences, run
+from variants.conformance.fixture import Subject, Verdict, differences, run_changed
 
 LEAST_EFFECT = 1e-6  # of a later byte on logits
 
 
 def check_later_bytes(subject: Subject) -> Verdict:
     """Change the last byte. The logits of the byte before it must move."""
-    model = subject.build()
-    tokens = subject.random_bytes()
-    changed = tokens.clone()
-    changed[:, -1] = subject.change_all(tokens[:, -1])
-    before, after = (run(model, each)[0]["logits"][:, -2] for each in (tokens, changed))
-    if not (before - after).abs().max() > LEAST_EFFECT:
-        last = tokens.shape[1] - 1
+    last = subject.length - 1
+    (before, _), (after, _) = run_changed(subject, torch.arange(subject.length) == last)
+    effects = (before["logits"] - after["logits"])[:, last - 1].abs()
+    if not effects.max() > LEAST_EFFECT:
         yield f"eval, byte {last} changed: the logits of byte {last - 1} did not"
 
 
 def check_reach(subject: Subject) -> Verdict:
     """Change the first bytes, and the last ones. No output farther from them than the reach may
     move."""
-    model = subject.build()
-    tokens = subject.random_bytes()
-    outputs, _ = run(model, tokens)
     reaches = [sublayer.reach() for sublayer in subject.sublayers.values()]
     if None in reaches:
         return "unbounded"
     totals = dict(zip(subject.sublayers, accumulate(reaches), strict=True))
-    byte = torch.arange(tokens.shape[1])
-    for side, distance in (("first", byte - 1), ("last", tokens.shape[1] - 2 - byte)):
-        changed = torch.where(distance <= 0, subject.change_all(tokens), tokens)
-        moved, _ = run(model, changed)
+    byte = torch.arange(subject.length)
+    for side, distance in (("first", byte - 1), ("last", subject.length - 2 - byte)):
+        (outputs, _), (moved, _) = run_changed(subject, distance <= 0)
         for name, reach in (totals | {"logits": sum(reaches)}).items():
             far = (distance > reach)[:, None]
             parts = ({name: each[name] * far} for each in (outputs, moved))
@@ -50,19 +43,19 @@ def check_padding(subject: Subject) -> Verdict:
     """Change padding, and leave it away. The logits of the bytes before it must stay."""
     model = subject.build()
     tokens = subject.random_bytes()
-    n = tokens.shape[1] // 2
-    valid = torch.tensor([tokens.shape[1], n, 1])
-    is_padding = torch.arange(tokens.shape[1]) >= valid[:, None]
+    n = subject.length // 2
+    valid = torch.tensor([subject.length, n, 1])
+    is_padding = torch.arange(subject.length) >= valid[:, None]
     changed = torch.where(is_padding, subject.change_all(tokens), tokens)
-    kept = ~is_padding[..., None]
     with torch.no_grad():
-        logits = model(tokens, valid=valid).logits * kept
-        of_changed = model(changed, valid=valid).logits * kept
-        alone = model(tokens[1:2, :n]).logits
-    yield from differences("eval, padding changed", {"logits": logits}, {"logits": of_changed})
-    yield from differences(
-        f"eval, {n} bytes without their padding", {"logits": logits[1:2, :n]}, {"logits": alone}
-    )
+        logits, of_changed = (
+            {"logits": model(each, valid=valid).logits.masked_fill(is_padding[..., None], 0)}
+            for each in (tokens, changed)
+        )
+        alone = {"logits": model(tokens[1:2, :n]).logits}
+    yield from differences("eval, padding changed", logits, of_changed)
+    padded = {"logits": logits["logits"][1:2, :n]}
+    yield from differences(f"eval, {n} bytes without their padding", padded, alone)
 
 
 CHECKS = (

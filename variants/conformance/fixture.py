@@ -251,6 +251,15 @@ def run(
     return {name: torch.cat([piece[name] for piece in pieces], dim=1) for name in pieces[0]}, state
 
 
+def run_changed(subject: Subject, places: Tensor) -> Iterator[tuple[Outputs, State]]:
+    """Return outputs and last state of a model for random bytes, and for the same with other bytes
+    at ``places [T]``."""
+    model = subject.build()
+    tokens = subject.random_bytes()
+    changed = torch.where(places, subject.change_all(tokens), tokens)
+    return (run(model, each) for each in (tokens, changed))
+
+
 def differences(
     case: str,
     expected: Outputs,

@@ -23,6 +23,7 @@ from variants.conformance.fixture import (
     position_of_largest,
     projected_parameters,
     run,
+    run_changed,
     seed_cpu,
     state_tensors,
 )
@@ -55,13 +56,8 @@ def check_limits(subject: Subject) -> Verdict:
 def check_influence(subject: Subject) -> Verdict:
     """Check that a byte moves its own logits, and later ones if state is carried. A model that
     ignores its input would fulfil most of the other promises."""
-    model = subject.build()
-    tokens = subject.random_bytes()
     position = 2
-    changed = torch.where(
-        torch.arange(tokens.shape[1]) == position, subject.change_all(tokens), tokens
-    )
-    (before, state), (after, _) = run(model, tokens), run(model, changed)
+    (before, state), (after, _) = run_changed(subject, torch.arange(subject.length) == position)
     effects = (before["logits"] - after["logits"]).abs().amax((0, 2))  # [T]
     if not effects[position] > 1e-6:
         yield f"eval, byte {position} changed: its own logits did not"

@@ -46,17 +46,16 @@ def attend(
     attend_self: bool = True,
     chunk: int,
 ) -> tuple[Tensor, State]:
-    """Return weighted means ``[B, H, T, K]``, and the state after the segment, detached.
+    """Return weighted sums ``[B, H, T, K + 1]``, and the state after the segment, detached.
 
     Args:
         q, k: features ``[B, H, T, F]``, at least 0, in the precision of the sums.
-        v: ``[B, H, T, K]``.
+        v: ``[B, H, T, K + 1]``; the last column is ones, which sum the weights.
         log_scale: l of each key, ``[B, H, T]``; it gets no gradient.
         slopes: decay per byte of distance, ``[H]``; None for no decay.
         state: (S ``[B, H, F, K + 1]``, M ``[B, H]``) after the previous segment, or None.
         attend_self: whether a query sees the key of its own position.
         chunk: C, bytes."""
-    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # the last column sums the weights
     if state is None:
         state = (
             v.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]),
@@ -73,35 +72,30 @@ def attend(
 
     state = tuple(x.to(v.dtype) for x in state)
     out, (sums, max_scale) = map_pieces(step, state, q, k, v, log_scale.detach(), chunk=chunk)
-    return normalize(out, (sums.detach(), max_scale))
+    return out, (sums.detach(), max_scale)
 
 
-def normalize(sums: Tensor, state: State) -> tuple[Tensor, State]:
-    """Return ``sums [B, H, T, K + 1]`` divided by the last column, the total weight (0 where that
-    is 0); and ``state``."""
+def normalize(sums: Tensor) -> Tensor:
+    """Return ``sums [B, H, T, K + 1]`` divided by the last column, the total weight; 0 where that
+    is 0."""
     total = sums[..., -1:]
-    return sums[..., :-1] / torch.where(total > 0, total, torch.ones_like(total)), state
+    return sums[..., :-1] / torch.where(total > 0, total, torch.ones_like(total))
 
 
 def attend_all(
-    q: Tensor, k: Tensor, v: Tensor, *, log_scale: Tensor | None, valid: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, *, log_scale: Tensor, valid: Tensor | None
 ) -> Tensor:
-    """Return weighted means ``[B, H, T, K]`` over all keys of the segment.
+    """Return weighted sums ``[B, H, T, K + 1]`` over all keys of the segment.
 
     Args:
-        q, k, v: as in ``attend``.
-        log_scale: l of each key, ``[B, H, T]``, or None for zeros.
+        q, k, v, log_scale: as in ``attend``.
         valid: number of keys of each stream, ``[B]``; those after them are padding. None for
             T."""
     if valid is not None:
         padding = torch.arange(k.shape[2], device=k.device) >= valid[:, None, None]
-        k = k.masked_fill(padding[..., None], 0)
-    if log_scale is not None:
-        if valid is not None:
-            log_scale = log_scale.masked_fill(padding, -torch.inf)
-        k = k * (log_scale - log_scale.amax(-1, keepdim=True)).exp()[..., None]
-    v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
-    return normalize(q @ (k.mT @ v), ())[0]
+        log_scale = log_scale.masked_fill(padding, -torch.inf)
+    k = k * (log_scale - log_scale.amax(-1, keepdim=True)).exp()[..., None]
+    return q @ (k.mT @ v)
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager:

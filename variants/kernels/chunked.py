@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from variants.kernels import dropout as dropout_counters
 from variants.kernels import window as plain
-from variants.kernels.fused import group_heads, query_chunks
+from variants.kernels.fused import query_chunks, window_groups
 from variants.kernels.window import Inputs, Window, replaced
 
 KEY_FIELDS = ("k", "v", "key_bias")
@@ -35,9 +35,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor
         seed = dropout_counters.row_numbers(seed, *q.shape[:3])
     inputs = replaced(inputs, **shared, seed=seed)
     parts = []
-    for (max_keys, keys), heads in group_heads(
-        zip(window.max_keys, inputs.key_counts(), strict=True)
-    ):
+    for (max_keys, keys), heads in window_groups(inputs, window):
         group_window = replaced(
             window, max_keys=(max_keys,) * (heads.stop - heads.start), max_keys_tensor=None
         )
@@ -45,17 +43,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: Window, **options) -> Tensor
         blind_rows = min(rows, max(0, rows + window.shift - keys))
         chunks = []
         if blind_rows:
-            chunks = [(0, blind_rows, 0, blind_rows)]
+            chunks = [(0, blind_rows, 0, blind_rows, window.shift)]
         chunks += query_chunks(rows, keys, max_keys, window.shift, both=window.both)
         parts.append([])
-        for begin, end, low, high in chunks:
+        for begin, end, low, high, shift in chunks:
             chunk = _cut(inputs, heads, slice(begin, end), slice(low, high), slice(max_keys))
-            # other bands end with the last row's nearest key, or with the keys after it
-            shift = 0
-            if end <= blind_rows:
-                shift = window.shift
-            elif window.both:
-                shift = high - end
             call = partial(_attend_chunk, chunk, replaced(group_window, shift=shift))
             parts[-1].append(checkpoint(call, use_reentrant=False, preserve_rng_state=False))
     return torch.cat([torch.cat(group, dim=2) for group in parts], dim=1)

@@ -141,14 +141,9 @@ def forward(inputs: Inputs, window: Window) -> tuple[Tensor, Tensor]:
     lse = torch.full(
         q.shape[:3], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device
     )
-    for heads, t, j, mask, blind, _ in _calls(inputs, window):
+    for heads, t, j, mask, _ in _calls(inputs, window):
         band = (inputs.of_heads(x, heads)[:, :, j] for x in (k, v))
-        part_y, part_lse = engine.forward(q[:, heads, t], *band, mask)
-        if blind is not None:
-            part_y = part_y.masked_fill(blind[..., None], 0)
-            part_lse = part_lse.masked_fill(blind, -torch.inf)
-        y[:, heads, t] = part_y
-        lse[:, heads, t] = part_lse
+        y[:, heads, t], lse[:, heads, t] = engine.forward(q[:, heads, t], *band, mask)
     if inputs.extra_q is not None:
         y, lse = plain.merge_parts(
             y, lse, *engine.forward(inputs.extra_q, *_persistent_kv(inputs), None)
@@ -178,13 +173,10 @@ def backward(
         )
     if "z" in fields:
         gradients["z"] = torch.zeros(inputs.z.shape, dtype=lse.dtype, device=q.device)
-    for heads, t, j, mask, blind, span_tables in _calls(inputs, window, needs_slopes="z" in fields):
+    for heads, t, j, mask, span_tables in _calls(inputs, window, needs_slopes="z" in fields):
         band = [inputs.of_heads(x, heads)[:, :, j] for x in (k, v)]
         part = g[:, heads, t], q[:, heads, t], *band
-        part_lse = lse[:, heads, t]
-        if blind is not None:
-            part_lse = part_lse.masked_fill(blind, torch.inf)
-        outputs = y[:, heads, t], part_lse
+        outputs = y[:, heads, t], lse[:, heads, t]
         gradients["q"][:, heads, t], *of_band = engine.backward(*part, mask, *outputs)
         first = 0
         if segment_only:
@@ -219,19 +211,26 @@ def group_heads(keys: Iterable[_Group]) -> Iterator[tuple[_Group, slice]]:
         first = last
 
 
+def window_groups(inputs: Inputs, window: Window) -> Iterator[tuple[tuple[int, int], slice]]:
+    """Return ``group_heads`` by ``max_keys`` and number of keys."""
+    return group_heads(zip(window.max_keys, inputs.key_counts(), strict=True))
+
+
 def query_chunks(
     rows: int, keys: int, max_keys: int, shift: int, *, both: bool = False
-) -> Iterator[tuple[int, int, int, int]]:
-    """Cut the queries that see a key into chunks: yields ``(begin, end, low, high)``, a chunk's
-    rows and its band of keys. The band ends with the nearest key of the chunk's last row, or with
-    ``both`` at most ``max_keys - 1`` keys after it."""
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Cut the queries that see a key into chunks: yields ``(begin, end, low, high, shift)``, a
+    chunk's rows and its band of keys, and the ``shift`` of its ``Window``. The band ends with the
+    nearest key of the chunk's last row, or with ``both`` at most ``max_keys - 1`` keys after
+    it."""
     size = max(32, min(128, max_keys))
     nearest = keys - rows - shift  # key of row 0, column 0
     after = max_keys - 1 if both else 0
     for begin in range(max(0, -nearest), rows, size):
         end = min(begin + size, rows)
         low = max(0, nearest + begin - max_keys + 1)
-        yield begin, end, low, min(keys, nearest + end + after)
+        high = min(keys, nearest + end + after)
+        yield begin, end, low, high, high - nearest - end
 
 
 def executed_flops(
@@ -244,12 +243,10 @@ def executed_flops(
     streams, _, rows, width = inputs.q.shape
     padded_width = width if inputs.q.device.type == "cpu" else width + -width % ALIGNMENT
     pairs = 0
-    for (max_keys, keys), heads in group_heads(
-        zip(window.max_keys, inputs.key_counts(), strict=True)
-    ):
+    for (max_keys, keys), heads in window_groups(inputs, window):
         chunks = query_chunks(rows, keys, max_keys, window.shift, both=window.both)
         pairs += (heads.stop - heads.start) * sum(
-            (end - begin) * (high - low) for begin, end, low, high in chunks
+            (end - begin) * (high - low) for begin, end, low, high, _ in chunks
         )
     persistent_pairs = 0
     if inputs.extra_k is not None:
@@ -284,35 +281,29 @@ def _align(mask: Tensor) -> Tensor:
 
 def _calls(
     inputs: Inputs, window: Window, *, needs_slopes: bool = False
-) -> Iterator[tuple[slice, slice, slice, Tensor, Tensor | None, tuple[Tensor | None, ...]]]:
-    """Yield heads, queries, keys and mask of each call of a kernel; with padding, which queries see
-    no key of the call, ``[B, 1, t]``, or None; then its bias and dm/dz, None without
-    ``needs_slopes``.
+) -> Iterator[tuple[slice, slice, slice, Tensor, tuple[Tensor | None, ...]]]:
+    """Yield heads, queries, keys and mask of each call of a kernel; then its bias and dm/dz, None
+    without ``needs_slopes``.
 
     Calls of equal shape share one mask."""
     bias = table = inputs.bias  # table [H, n] is added to the scores of columns
     slope = None
-    both = window.both
     if inputs.z is not None:
         z = inputs.z.detach()
         n_distances = max(window.max_keys)
         table = plain.soft_mask(z, window.ramp, n_distances).log()
         table = table if bias is None else table + bias
-        slope = None
         if needs_slopes:
             slope = plain.ramp_slope(z, window.ramp, n_distances)
-    for (max_keys, keys), heads in group_heads(
-        zip(window.max_keys, inputs.key_counts(), strict=True)
-    ):
+    for (max_keys, keys), heads in window_groups(inputs, window):
         of_heads = [None if x is None else x[heads, :max_keys] for x in (table, bias, slope)]
         masks: dict[tuple[int, int, int], tuple] = {}
-        for begin, end, low, high in query_chunks(
-            inputs.q.shape[2], keys, max_keys, window.shift, both=both
+        for begin, end, low, high, shift in query_chunks(
+            inputs.q.shape[2], keys, max_keys, window.shift, both=window.both
         ):
             shape = (end - begin, high - low)
-            after = high - end if both else 0
-            sides = {"shift": after, "both": both}
-            if (*shape, after) not in masks:
+            sides = {"shift": shift, "both": window.both}
+            if (*shape, shift) not in masks:
                 tables = tuple(
                     None
                     if x is None or slope is None
@@ -320,27 +311,14 @@ def _calls(
                     for x in of_heads[1:]
                 )
                 mask = _chunk_mask(of_heads[0], max_keys, *shape, inputs.q, **sides)
-                masks[*shape, after] = mask, tables
-            mask, tables = masks[*shape, after]
-            blind = None
+                masks[*shape, shift] = mask, tables
+            mask, (bias_of_keys, slope_of_keys) = masks[*shape, shift]
             if inputs.valid is not None:
-                valid = inputs.valid - low
-                mask, blind, tables = _without_padding(mask, tables, valid, shift=after)
-            yield heads, slice(begin, end), slice(low, high), mask, blind, tables
-
-
-def _without_padding(
-    mask: Tensor, tables: tuple[Tensor | None, ...], valid: Tensor, *, shift: int
-) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
-    """Hide padding. A kernel must not get a query without keys, because torch's do not agree on its
-    output, so such a query sees all keys of the call."""
-    hidden = plain.padding_mask(valid, *mask.shape[-2:], shift=shift)
-    blind = hidden.all(-1)
-    mask = mask.masked_fill(hidden, -torch.inf).masked_fill(blind[..., None], 0)
-    bias, slope = tables
-    if slope is not None:
-        slope = slope.masked_fill(hidden, 0)
-    return _align(mask), blind, (bias, slope)
+                hidden = plain.padding_mask(inputs.valid - low, *shape, shift=shift)
+                mask = _align(mask.masked_fill(hidden, -torch.inf))
+                if needs_slopes:
+                    slope_of_keys = slope_of_keys.masked_fill(hidden, 0)
+            yield heads, slice(begin, end), slice(low, high), mask, (bias_of_keys, slope_of_keys)
 
 
 def _persistent_kv(inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ class Inputs(NamedTuple):
         dropout: dropout rate of attention weights.
         lengths: L of each head, int64 ``[H]`` on the CPU, or None if it is equal for all heads.
         valid: number of keys of each stream, int64 ``[B]``; those after them are padding, which
-            sees no key and which no query sees. Only with a window of both sides."""
+            only padding sees, and which sees only padding. Only with a window of both sides."""
 
     q: Tensor
     k: Tensor
@@ -204,11 +204,12 @@ def visible_mask(
 
 
 def padding_mask(valid: Tensor, rows: int, keys: int, *, shift: int) -> Tensor:
-    """Return boolean ``[B, 1, rows, keys]``: whether the query or the key is padding. The first
-    ``valid [B]`` keys are not. ``shift`` is that of a ``Window`` of both sides."""
+    """Return boolean ``[B, 1, rows, keys]``: whether either the query or the key is padding. The
+    first ``valid [B]`` keys are not. ``shift`` is that of a ``Window`` of both sides. Every query
+    sees a key, its own: torch's kernels do not agree on the output of one that sees none."""
     is_padding = torch.arange(keys, device=valid.device) >= valid[:, None]
     queries = is_padding[:, keys - rows - shift : keys - shift]
-    return (queries[:, :, None] | is_padding[:, None])[:, None]
+    return (queries[:, :, None] != is_padding[:, None])[:, None]
 
 
 def count_pairs(rows: int, past: int, max_keys: int, *, shift: int) -> tuple[int, int]:
