@@ -76,9 +76,11 @@ class TextBatches(Rows):
         self.texts = texts
 
     def size(self, step: int) -> tuple[int, int]:
-        """Return the mean length of the texts of a step, rounded, and the bytes of all."""
-        n_bytes = int(self.texts.lengths[self.rows(step)].sum())
-        return round(n_bytes / self.streams), n_bytes
+        """Return the length of the text of a byte, rounded, as a mean over the bytes of a step, on
+        which FLOPs per byte depend; and the number of these bytes."""
+        lengths = self.texts.lengths[self.rows(step)]
+        n_bytes = int(lengths.sum())
+        return round(int((lengths**2).sum()) / n_bytes), n_bytes
 
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor, Tensor]:
         """Return what ``Texts.padded`` returns of a shard's texts in a step, counted from 0."""

@@ -48,6 +48,8 @@ class Trainer:
         self.stream = self.objective.batches
         self.model = plan.make_model(classes=len(corpus.classes))
         self.model.to(runtime.device)
+        if self.model.pooled:
+            self._check_streams_apart("texts of a batch are padded; allowed is")
         self.optimizers = plan.make_optimizers(self.model)
         _ = self.backend, self.evaluation_backend  # raise ValueError if one is impossible
         first_step = Spent(bytes=self.stream.size(0)[1], steps=1, flops=self._step_flops(0))
@@ -260,6 +262,13 @@ class Trainer:
                     "optimizer of "
                     f"{', '.join(optimizer_class.__name__ for optimizer_class in SHARDABLE)}"
                 )
+        self._check_streams_apart(
+            f"each of {n_processes} processes sees only a part of the batch; allowed are one "
+            "process, or"
+        )
+
+    def _check_streams_apart(self, reason: str) -> None:
+        """Raise ValueError with the ``reason`` if streams of a batch influence each other."""
         for name, sublayer in self.model.sublayers():
             norms = [
                 m for m in sublayer.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)
@@ -269,9 +278,8 @@ class Trainer:
                 if norms:
                     cause = type(norms[0]).__name__
                 raise ValueError(
-                    f"variant={self.plan.variant}: {name} has {cause}, and each of {n_processes} "
-                    "processes sees only a part of the batch; allowed are one process, or a norm "
-                    "of each byte, such as LayerNorm"
+                    f"variant={self.plan.variant}: {name} has {cause}, and {reason} a norm of each "
+                    "byte, such as LayerNorm"
                 )
 
     def load_checkpoint(self, content: dict, *, restore: str = "run") -> None:

@@ -101,6 +101,9 @@ def test_settings_that_the_data_or_the_model_does_not_allow_are_refused_by_key()
         make_trainer(*words, "model.tied=true")
     with pytest.raises(ValueError, match="objective.direction=both: .* only causal"):
         make_trainer(*words, "variant=gated_delta")
+    words = (*OBJECTIVES["classify"], "variant=product_key_memory")
+    with pytest.raises(ValueError, match="has BatchNorm1d, and texts of a batch are padded"):
+        make_trainer(*words, "variant.memory.query_norm=batch")
     assert set(LABELLED) == set(corpora.LABELLED)
 
 
