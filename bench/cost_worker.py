@@ -235,7 +235,7 @@ class CostWorker:
         """Return the next inputs and targets; a text has any of the classes, and no padding."""
         self.steps += 1
         inputs, targets = self.batches.batch(self.steps - 1)
-        if self.model.pooled:
+        if self.plan.objective.name == "classify":
             targets = targets[:, :1] % self.model.head.out_features
         return self.runtime.to_device(inputs, targets)
 
