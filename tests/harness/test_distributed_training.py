@@ -63,6 +63,9 @@ RESUMED = {
     "replicated": (*SPANS, *CARRY, *DROPOUT, "eval.streams=1"),  # rank 1 has no stream to score
     "sharded, with a table": (*SHARDED, *CARRY, *DROPOUT, "eval.streams=32"),
 }
+FROZEN = ("objective=classify", "objective.encoder=frozen", "data=listops", "data.bytes=60000")
+FROZEN += ("data.distances=null", "variant=mhsa", "optim=adamw")
+RESUMED |= {f"frozen, {shard}": (*FROZEN, f"runtime.shard={shard}") for shard in ("none", "full")}
 COMMON = (f"budget.steps={STEPS}", "checkpoint.every_steps=2", "eval.every=0", "eval.test=false")
 
 
@@ -209,31 +212,6 @@ def test_one_process_reads_the_checkpoint_of_two(ranks, shared_folder):
     trainer.load_checkpoint(checkpoint.load(checkpoint.newest(folder)))
     assert (trainer.state.spent.steps, len(trainer.state.carried[0])) == (STEPS, 4)
     assert digest(trainer) == ranks[0][name, "whole"][0][2]
-
-
-def with_frozen_encoder(processes: ProcessGroup = SINGLE, shard: str = "none") -> torch.Tensor:
-    """Return the head of a classifier after two steps."""
-    words = ("objective=classify", "data=listops", "data.distances=null", "data.bytes=60000")
-    words += ("variant=mhsa", "objective.encoder=frozen", "optim=adamw", f"runtime.shard={shard}")
-    run_plan = plan(*SMALL, *words)
-    device_runtime = configure_torch(run_plan.runtime, processes=processes)
-    trainer = Trainer(run_plan, corpora.load(**run_plan.data), device_runtime)
-    distribute(trainer.model, trainer.optimizers, processes, shard=shard)
-    for _ in range(2):
-        trainer.step()
-    return full_tensors(trainer.model.state_dict())["head.weight"]
-
-
-def frozen_on_ranks() -> list[torch.Tensor]:
-    with join_processes() as processes:
-        return [with_frozen_encoder(processes, shard) for shard in ("none", "full")]
-
-
-def test_two_processes_train_the_head_of_a_frozen_encoder():
-    expected = with_frozen_encoder()
-    for heads in launch(frozen_on_ranks):
-        for head in heads:
-            torch.testing.assert_close(head, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_batches_and_norms_that_cannot_be_divided_among_processes_are_refused():
