@@ -219,7 +219,6 @@ def test_an_error_after_a_broken_promise_keeps_its_exit_code(cwd, monkeypatch):
         (ValueError("model.span=512: too long"), 2, "error: model.span=512: too long\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
-    ids=["mistake", "interrupted"],
 )
 def test_what_was_found_before_an_error_is_shown(
     cwd, checked_plans, monkeypatch, error, code, message

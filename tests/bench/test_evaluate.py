@@ -84,9 +84,9 @@ def test_repeats_of_real_text_have_the_same_bits_in_a_run_and_in_an_evaluation(t
         f"outputs={tmp_path}",
     )
     assert summary["protocol"]["order"] == job.trainer.stream.order == "permutation"
-    score = score_of(job.trainer, job.trainer.objective.reported_part("test"))
-    masks = job.trainer.corpus.repeat_masks(job.trainer.objective.reported_part("test"))
-    near = masks["32 to 512"]
+    part = job.trainer.objective.reported_part("test")
+    score = score_of(job.trainer, part)
+    near = job.trainer.corpus.repeat_masks(part)["32 to 512"]
     assert len(near) == len(score.nats) and near.any()
     assert summary["test_bits_per_repeat"]["32 to 512"] == pytest.approx(
         score.nats[near].mean().item() / math.log(2)

@@ -226,9 +226,5 @@ def test_missing_runs_are_those_of_a_stage_without_a_row_at_any_rate(tmp_path):
     missing = missing_runs(tmp_path / "text.jsonl", "text_seeds")
     assert len(missing) == 16 * 3 + 4 * 2 - 1 and {"seed": "1", "variant": "mhsa"} in missing
     assert {"seed": "0", "variant": "mhsa"} not in missing
-    # of 10 mechanisms, three learning rates each, but with 4, 16 and 32 keys only the best
-    path = tmp_path / "recall_by_key.jsonl"
-    assert [len(missing_runs(path, stage)) for stage in ("recall_by_key", "recall_keys")] == [
-        63,
-        30,
-    ]
+    # of 10 mechanisms with 4, 16 and 32 keys, each at one of three learning rates
+    assert len(missing_runs(tmp_path / "recall_by_key.jsonl", "recall_keys")) == 30

@@ -111,7 +111,7 @@ def test_a_classifier_is_predicted_with_its_pooled_head_unless_its_encoder_is_fr
         predict(plan(*words, f"objective={name}"))["predicted_peak_bytes"]
         for name in ("masked_lm", "classify")
     )
-    assert masked - texts > 8 * 256 * 256 * 4, "logits of each byte"
+    assert masked - texts > 8 * 256 * 256 * 4  # logits of each byte
     with pytest.raises(ValueError, match="objective.encoder=frozen: cannot be predicted; allowed"):
         predict(plan(*words, "objective=classify", "objective.encoder=frozen"))
 

@@ -85,9 +85,7 @@ def test_a_map_shows_later_keys_only_if_both_sides_are_seen(trained, tmp_path, m
         figures.clear()
         draw_figures(run)
         weights = np.ma.filled(figures[0].axes[0].images[0].get_array(), np.nan)
-        assert weights.shape == (24, 24) and np.isfinite(weights).all() == shown
-        # a span of 8 keys or fewer, on both sides of a query or on one
-        assert (weights[0, 1:4] > 0).all() == shown
+        assert (weights[0, 1:4] > 0).all() == shown  # those of other keys are NaN
 
 
 def test_a_sublayer_without_an_attention_map_is_named(trained, monkeypatch, capsys):

@@ -161,23 +161,20 @@ def test_counts_of_neighbours_equal_a_loop_and_sum_to_one():
             return lower
         return [(seen.count(b) + different * lower[b]) / (n + different) for b in range(5)]
 
+    def visible(at: int) -> int | None:
+        return window[at] if 0 <= at < 12 and not selected[at] else None
+
     expected = {"left": 0.0, "right": 0.0, "both": 0.0}
+    alone = predict((), [((), byte) for byte in train], [1 / 5] * 5)
     for at in np.flatnonzero(selected):
-        alone = predict((), [((), byte) for byte in train], [1 / 5] * 5)
-        known = {
-            side: 0 <= at + shift < 12 and not selected[at + shift]
-            for side, shift in (("left", -1), ("right", 1))
-        }
-        left, right = alone, alone
-        if known["left"]:
-            left = predict(window[at - 1], list(zip(train, train[1:], strict=False)), alone)
-        if known["right"]:
-            right = predict(window[at + 1], list(zip(train[1:], train, strict=False)), alone)
-        both = left if known["left"] else right
-        if all(known.values()):
+        sides = visible(at - 1), visible(at + 1)
+        left = predict(sides[0], list(zip(train, train[1:], strict=False)), alone)
+        right = predict(sides[1], list(zip(train[1:], train, strict=False)), alone)
+        both = left if sides[1] is None else right
+        if None not in sides:
             triples = [((a, c), b) for a, b, c in zip(train, train[1:], train[2:], strict=False)]
             mean = [(a + b) / 2 for a, b in zip(left, right, strict=True)]
-            both = predict((window[at - 1], window[at + 1]), triples, mean)
+            both = predict(sides, triples, mean)
         for name, p in (("left", left), ("right", right), ("both", both)):
             assert sum(p) == pytest.approx(1)
             expected[name] -= math.log2(p[window[at]]) / selected.sum()
@@ -187,7 +184,3 @@ def test_counts_of_neighbours_equal_a_loop_and_sum_to_one():
     train = torch.from_numpy(train.astype(np.uint8))
     assert neighbour_bits(train, *windows, vocabulary=5) == pytest.approx(expected, rel=1e-12)
     assert not neighbour_bits(train[:2], *windows, vocabulary=5)
-    tokens = torch.tensor([[0, 1] * 6])
-    alone = (torch.arange(12) == 5)[None]  # its neighbours are smaller than other bytes of train
-    windows = (hide(tokens, alone, vocabulary=5), tokens, alone)
-    assert neighbour_bits(torch.tensor([0, 1, 3] * 5, dtype=torch.uint8), *windows, vocabulary=5)

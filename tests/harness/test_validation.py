@@ -29,12 +29,12 @@ def validations(run) -> list[dict]:
 @pytest.mark.parametrize("selection_bytes, n_bytes", [(200, 200), (5000, 500), ("null", 500)])
 def test_no_reported_score_includes_the_bytes_that_select_the_weights(selection_bytes, n_bytes):
     trainer = make_trainer(f"eval.selection_bytes={selection_bytes}", "eval.bytes=null")
-    valid = trainer.corpus.splits["valid"]
-    assert len(valid) == 1000 and torch.equal(
-        trainer.objective.reported_part("valid"), valid[: 1000 - n_bytes]
-    )
-    assert torch.equal(trainer.objective.selection_part(), valid[1000 - n_bytes :])
-    assert torch.equal(trainer.objective.reported_part("test"), trainer.corpus.splits["test"])
+    objective = trainer.objective
+    valid, test = (trainer.corpus.splits[name] for name in ("valid", "test"))
+    assert len(valid) == 1000
+    assert torch.equal(objective.reported_part("valid"), valid[: 1000 - n_bytes])
+    assert torch.equal(objective.selection_part(), valid[1000 - n_bytes :])
+    assert torch.equal(objective.reported_part("test"), test)
 
 
 def test_a_run_validates_at_its_fractions_on_a_tenth_of_the_trained_bytes(cwd):
@@ -71,10 +71,8 @@ def test_a_validation_scores_bytes_after_a_full_window_of_context():
         "model.span=60",
         "model.head_zero_init=false",
     )
-    score, part = (
-        evaluate(trainer, trainer.objective.selection_part(), pairs=399),
-        trainer.objective.selection_part().long(),
-    )
+    part = trainer.objective.selection_part().long()
+    score = evaluate(trainer, part, pairs=399)
     length, context = 133, 64
     rows = torch.stack([part[begin : begin + length + 1] for begin in (0, 183, 366)])
     logits = trainer.model(rows[:, :-1]).logits.transpose(1, 2)
