@@ -20,10 +20,13 @@ def check_objective(plan: RunSettings) -> None:
             objective.direction not in directions
         )
     }
-    for key, owner in (("rate", "masked_lm"), ("encoder", "classify")):
+    for key, owner, values in (
+        ("rate", "masked_lm", "numbers between 0 and 1"),
+        ("encoder", "classify", "trained, frozen"),
+    ):
         setting = getattr(objective, key)
         mistakes |= {
-            f"objective.{key}=null: {allowed} are other values": setting is None and name == owner,
+            f"objective.{key}=null: {allowed} are {values}": setting is None and name == owner,
             f"objective.{key}={setting}: {allowed} is null": setting is not None and name != owner,
         }
     if name == "causal_lm":

@@ -53,7 +53,7 @@ MISTAKES = {
     "objective.direction=both: allowed with objective=causal_lm are causal": (
         "objective.direction=both",
     ),
-    "objective.rate=null: allowed with objective=masked_lm are other values": (
+    "objective.rate=null: allowed with objective=masked_lm are numbers between 0 and 1": (
         "objective=masked_lm",
         "objective.rate=null",
     ),
