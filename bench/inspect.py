@@ -82,7 +82,7 @@ def main(cfg: DictConfig) -> None:
         figures = {
             "inspect_attention.png": draw_attention(
                 maps,
-                both=run.plan.objective.direction == "both",
+                both=model.both,
                 title=title,
                 subtitle=f"{about}: {excerpt}",
             ),

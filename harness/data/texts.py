@@ -76,8 +76,8 @@ class TextBatches(Rows):
         self.texts = texts
 
     def size(self, step: int) -> tuple[int, int]:
-        """Return the length of the text of a byte, rounded, as a mean over the bytes of a step, on
-        which FLOPs per byte depend; and the number of these bytes."""
+        """Return the mean over the bytes of a step of the length of their text, rounded, because
+        attention compares each byte with all of its text; and the number of these bytes."""
         lengths = self.texts.lengths[self.rows(step)]
         n_bytes = int(lengths.sum())
         return round(int((lengths**2).sum()) / n_bytes), n_bytes

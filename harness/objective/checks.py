@@ -110,7 +110,8 @@ class CausalityCheck:
         rows: number of streams or windows in a batch, of all processes.
         first: index of the first batch in which all streams are scored.
         future_seed: draws batches, and in each of them positions of each row.
-        cuts: the number of cuts of all processes, rounded up to a multiple of ``rows``."""
+        cuts: the number of cuts of all processes, rounded up to a multiple of ``rows``; 0 checks
+            nothing."""
 
     def __init__(
         self,

@@ -54,8 +54,8 @@ def check_objective(plan: RunSettings) -> None:
 
 
 def _sequence_mistakes(plan: RunSettings) -> dict[str, bool]:
-    """Return whether settings would cut sequences, or read them with state from before them, by the
-    message."""
+    """Return for each message whether its mistake was made: settings that would cut sequences, or
+    read them with state from before them."""
     sequence = plan.data["sequence"]
     segment = plan.batch.segment
     if sequence is None:
