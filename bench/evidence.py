@@ -25,6 +25,7 @@ from harness.cache import append_atomically, file_lock
 from harness.compose.cli import run_command, with_config
 from harness.failures import BUG, Diverged
 from harness.record.rows import EVALUATIONS, RECORD, SUMMARY, read_rows, to_json
+from harness.record.schema import flatten
 from harness.source import ROOT
 
 GENERATED_DATA = {"sweep=recall", "sweep=skills", "sweep=recall_by_key"}
@@ -223,17 +224,15 @@ def compact(row: dict) -> dict:
 
 def published_record(rows: Iterable[dict]) -> list[dict]:
     """Return what the tables need of the rows of ``record.jsonl``, without final scores, which the
-    summary has. Validations that scored answers become one entry of kind ``curve``: lists of
-    training bytes, accuracies and bits an answer."""
+    summary has. Validations become one entry of kind ``curve``: lists of training bytes, bits per
+    byte, and accuracies and bits of answers."""
     entries = [row for row in rows if row["kind"] != "train" and not row.get("final")]
-    scored = [row for row in entries if "answer_accuracy" in row]
-    published = [compact(row) for row in entries if row not in scored]
-    if scored:
-        curve = {"kind": "curve", "bytes_seen": [row["bytes_seen"] for row in scored]}
-        for key in ("answer_accuracy", "bits_per_copy"):
-            curve[key] = [round(row[key]["all"], 4) for row in scored]
-        published.append(curve)
-    return published
+    scored = [flatten(row) for row in entries if row["kind"] == "valid"]
+    curve: dict[str, object] = {"kind": "curve"}
+    for key in ("bytes_seen", "bits_per_byte", "answer_accuracy.all", "bits_per_copy.all"):
+        if numbers := [round(row[key], 4) for row in scored if key in row]:
+            curve[key.removesuffix(".all")] = numbers
+    return [compact(row) for row in entries if row["kind"] != "valid"] + [curve]
 
 
 @dataclass

@@ -197,7 +197,7 @@ def test_a_completed_run_gets_a_line_without_paths_of_the_machine(tmp_path, monk
         summary = {"status": "diverged" if code else "finished", "command": " ".join(words)}
         (folder / "summary.json").write_text(json.dumps(summary))
         (folder / "record.jsonl").write_text(
-            '{"kind": "provenance"}\n{"kind": "train"}\n{"kind": "valid"}\n'
+            '{"kind": "provenance"}\n{"kind": "train"}\n{"kind": "valid", "bytes_seen": 9}\n'
         )
         return SimpleNamespace(wait=lambda: code)
 
@@ -212,11 +212,12 @@ def test_a_completed_run_gets_a_line_without_paths_of_the_machine(tmp_path, monk
     runner.run(cell)
     assert f"data.path={tmp_path}/corpus.xz" in commands[-1]
     row = cell.find_row()["summary"]
-    assert (
-        row["status"] == "diverged" and "outputs=outputs data.path=corpus.xz" in row["command"]
-    ), "no machine's path"
+    assert row["status"] == "diverged" and "outputs=outputs data.path=corpus.xz" in row["command"]
     assert str(tmp_path) not in cell.file.read_text()
-    assert cell.find_row()["record"] == [{"kind": "provenance"}, {"kind": "valid"}]
+    assert cell.find_row()["record"] == [
+        {"kind": "provenance"},
+        {"kind": "curve", "bytes_seen": [9]},
+    ]
     assert len(cell.file.read_text().splitlines()) == 1
 
 

@@ -168,6 +168,7 @@ def test_rows_of_a_run_have_bits_and_accuracy_of_answers(cwd):
     first, curve = published_record(rows_of(run))
     assert first["config"]["variant"]["name"] == "mhsa"
     assert curve["kind"] == "curve" and curve["bytes_seen"] == [row["bytes_seen"] for row in valid]
+    assert curve["bits_per_byte"] == [round(row["bits_per_byte"], 4) for row in valid]
     accuracies = [row["answer_accuracy"]["all"] for row in valid]
     assert curve["answer_accuracy"] == pytest.approx(accuracies, abs=1e-4)
     final = rows_of(run)[-1]
