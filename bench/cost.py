@@ -75,7 +75,7 @@ def main(cfg: DictConfig) -> None:
         recompose("cost", f"variant={name}", pop=COMMAND_KEYS) for name in settings.variants or ()
     ] or [cfg]
     plans = [make_plan(config) for config in configs]
-    if plans[0].objective.name != "causal_lm":
+    if not plans[0].objective.predicts_next:
         settings = without_generation(settings, plans[0].objective.name)
     file = row_file(user_path(cfg.outputs, key="outputs"), command="cost", path=settings.rows)
     existing = read_rows(file)

@@ -82,8 +82,7 @@ class CostWorker:
         self.device = self.runtime.device
         b = self.plan.batch
         self.span = self.plan.model.span
-        # only models of the next byte generate, and carry state
-        self.generates = self.plan.objective.name == "causal_lm"
+        self.generates = self.plan.objective.predicts_next
         self.carry = b.carry and task.peer is None
         self.corpus = corpora.load(**self.plan.data)
         self.steps = 0

@@ -6,9 +6,9 @@ The trainer's update runs on fake tensors, which have shapes but no data, under 
 batch that fits into ``device_memory``. Learned spans have their initial values.
 
 The prediction is for one process without compilation. On a CPU it is within 10% of the measured
-peak where freed blocks are given back (``tests/bench/test_fit.py``). For a GPU (any ``runtime.device`` but ``cpu``) it is not
-verified: it is what a CPU would need at the GPU's precision, with chunked attention in place of
-kernels. The memory of kernels, libraries and allocators is not predicted (a CUDA context takes
+peak where freed blocks are given back (``tests/bench/test_fit.py``). For a GPU (any
+``runtime.device`` but ``cpu``) it is not verified: it is what a CPU would need at the GPU's
+precision, with chunked attention in place of kernels. The memory of kernels, libraries and allocators is not predicted (a CUDA context takes
 about half a GiB), nor, on a CPU, the corpus and freed blocks of the C library."""
 
 from bisect import bisect_right
@@ -46,8 +46,8 @@ COMMAND_KEYS = ("device_memory", "devices")
 CPU = torch.device("cpu")
 MAX_STREAMS = 2**12  # the largest batch that is tried
 RESIDENT = (
-    "A run on a CPU reports resident memory, which has freed blocks too: 1.3 times as much in a run "
-    "of mhsa with runtime.allocator=return, 1.9 and 2.2 times with keep."
+    "A run on a CPU reports resident memory, which has freed blocks too: 1.3 times as much in a "
+    "run of mhsa with runtime.allocator=return, 1.9 and 2.2 times with keep."
 )
 CAUSES = {
     "parameters": "weights and buffers",

@@ -83,11 +83,11 @@ class TrainedRun(NamedTuple):
 
     def require_causal(self) -> None:
         """Raise ValueError for a run whose model does not predict the next byte."""
-        objective = self.plan.objective.name
-        if objective != "causal_lm":
+        objective = self.plan.objective
+        if not objective.predicts_next:
             raise ValueError(
-                f"{self.key}={self.folder}: was trained with objective={objective}; allowed are "
-                "runs of causal_lm, which predict the next byte"
+                f"{self.key}={self.folder}: was trained with objective={objective.name}; allowed "
+                "are runs of causal_lm, which predict the next byte"
             )
 
     def model(self, *, span: int | None = None) -> LanguageModel:

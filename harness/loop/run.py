@@ -419,7 +419,7 @@ class Run:
             print(f"finished: {self.folder.path}  {scores} {score_unit(row)}")
         elif self._is_main:
             print_closing_table(row)
-            generates = self.plan.objective.name == "causal_lm"
+            generates = self.plan.objective.predicts_next
             print(next_steps(self.folder.path, upload=self._wandb.hint, generates=generates))
 
     def _score_text(self, bits: float | None) -> str:

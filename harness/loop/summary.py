@@ -97,7 +97,7 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
         text = trainer.corpus.scored_part("valid", **sizes)
         executed = forward_flops_per_byte(model, segment=segment, max_bytes=max_bytes, text=text)
     progress = trainer.progress()
-    carries_state = trainer.plan.objective.name == "causal_lm"
+    carries_state = trainer.plan.objective.predicts_next
     return Costs(
         bytes_seen=progress["bytes_seen"],
         epochs=progress["epochs"],

@@ -91,7 +91,7 @@ class Plan(RunSettings):
         }
         vocabulary = self.data["vocabulary"]
         inputs = vocabulary
-        if self.objective.name != "causal_lm":
+        if not self.objective.predicts_next:
             inputs += 1  # the last id hides a byte
         is_classifier = self.objective.name == "classify" and classes is not None
         excluded = (*CONTEXT_KEYS, "layers", "default_bytes")
@@ -134,7 +134,7 @@ class Plan(RunSettings):
             protocol["order"] = self.batch.order
         if self.data["sequence"]:  # read one by one, from an empty state
             protocol |= {"sequence": self.data["sequence"], "context": 0}
-        if self.objective.name != "causal_lm":  # the objective of rows without the key
+        if not self.objective.predicts_next:  # the objective of rows without the key
             protocol |= {
                 "context": 0,
                 "segment": self.batch.segment,

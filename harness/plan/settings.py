@@ -98,6 +98,11 @@ class ObjectiveSettings:
     rate: Annotated[float, Interval(gt=0, lt=1)] | None = None  # of masked_lm
     encoder: Literal["trained", "frozen"] | None = None  # of classify
 
+    @property
+    def predicts_next(self) -> bool:
+        """Whether the model predicts the next byte, so that it generates and carries state."""
+        return self.name == "causal_lm"
+
 
 @section
 class EvalSettings:
