@@ -8,8 +8,9 @@ batch that fits into ``device_memory``. Learned spans have their initial values.
 The prediction is for one process without compilation. On a CPU it is within 10% of the measured
 peak where freed blocks are given back (``tests/bench/test_fit.py``). For a GPU (any
 ``runtime.device`` but ``cpu``) it is not verified: it is what a CPU would need at the GPU's
-precision, with chunked attention in place of kernels. The memory of kernels, libraries and allocators is not predicted (a CUDA context takes
-about half a GiB), nor, on a CPU, the corpus and freed blocks of the C library."""
+precision, with chunked attention in place of kernels. The memory of kernels, libraries and
+allocators is not predicted (a CUDA context takes about half a GiB), nor, on a CPU, the corpus and
+freed blocks of the C library."""
 
 from bisect import bisect_right
 from collections.abc import Callable
