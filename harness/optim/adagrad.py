@@ -8,24 +8,22 @@ The paper's text clips each module, its code each tensor. Only the update is cli
 ``clip_grad_norm_`` would also clip the gradients in A: the division by sqrt(A) would then cancel
 most of its effect."""
 
-from typing import Annotated
-
 import torch
-from annotated_types import Gt
 from torch import Tensor
 from torch.optim import Optimizer
+
+from harness.optim.budget import PositiveFloat
 
 
 class ClippedAdagrad(Optimizer):
     """Adagrad with gradient norms clipped to ``clip`` per tensor (None: not clipped), and ``eps``
     outside of the root. A sparse gradient updates only the rows that it has."""
 
-    def __init__(
-        self, params, *, lr: float, clip: Annotated[float, Gt(0)] | None = None, eps: float = 1e-10
-    ):
+    _step_supports_amp_scaling = True  # see optimizers.py
+    distributed = None
+
+    def __init__(self, params, *, lr: float, clip: PositiveFloat | None = None, eps: float = 1e-10):
         super().__init__(params, {"lr": lr, "clip": clip, "eps": eps})
-        self._step_supports_amp_scaling = True  # see optimizers.py
-        self.sharded_parameters = None
 
     @torch.no_grad()
     def step(self) -> None:
@@ -64,6 +62,6 @@ class ClippedAdagrad(Optimizer):
         if clip is None:
             return 1.0
         norm = torch.linalg.vector_norm(gradient)
-        if self.sharded_parameters and parameter in self.sharded_parameters.dtensors:
-            norm = self.sharded_parameters.reduce_shards(norm.square()).sqrt()
+        if self.distributed and parameter in self.distributed.dtensors:
+            norm = self.distributed.reduce_shards(norm.square()).sqrt()
         return clip / norm.clamp(min=clip)

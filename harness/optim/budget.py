@@ -9,6 +9,8 @@ from annotated_types import Ge, Gt, Interval
 
 UNITS = ("bytes", "seconds", "steps", "flops")
 Fraction = Annotated[float, Interval(ge=0, le=1)]
+Positive = Annotated[int, Gt(0)]
+PositiveFloat = Annotated[float, Gt(0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +29,12 @@ class Spent:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """An amount of one unit, by default ``model.default_bytes`` of the configuration. ValueError
-    for two amounts."""
+    """An amount of one unit. ValueError for two amounts."""
 
-    bytes: Annotated[int, Gt(0)] | None = None
-    seconds: Annotated[float, Gt(0)] | None = None
-    steps: Annotated[int, Gt(0)] | None = None
-    flops: Annotated[float, Gt(0)] | None = None
-    default_bytes: int = 0
+    bytes: Positive | None = None
+    seconds: PositiveFloat | None = None
+    steps: Positive | None = None
+    flops: PositiveFloat | None = None
 
     def __post_init__(self):
         amounts = [
@@ -49,13 +49,14 @@ class Budget:
             )
 
     @property
-    def unit(self) -> str:
-        return next((unit for unit in UNITS if getattr(self, unit) is not None), "bytes")
+    def unit(self) -> str | None:
+        """The unit that is set, if one is."""
+        return next((unit for unit in UNITS if getattr(self, unit) is not None), None)
 
     @property
     def amount(self) -> int | float:
         """The budget in ``unit``."""
-        return getattr(self, self.unit) or self.default_bytes
+        return getattr(self, self.unit)
 
     def fraction(self, spent: Spent) -> float:
         """Return the spent fraction of the budget, from 0 to 1."""

@@ -58,6 +58,9 @@ class Muon(torch.optim.Optimizer):
     ``max(1, rows / columns) ** 0.5`` is not part of ``lr``. ``precision`` is that of
     ``product_dtype``."""
 
+    _step_supports_amp_scaling = True  # see optimizers.py
+    distributed = None
+
     def __init__(
         self,
         params,
@@ -67,15 +70,15 @@ class Muon(torch.optim.Optimizer):
         weight_decay: Annotated[float, Ge(0)] = 0.0,
         precision: Literal["auto", "float32", "bfloat16"] = "auto",
     ):
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "precision": precision,
-        }
-        super().__init__(params, defaults)
-        self._step_supports_amp_scaling = True  # see optimizers.py
-        self.sharded_parameters = None
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "weight_decay": weight_decay,
+                "precision": precision,
+            },
+        )
         for parameter in (p for group in self.param_groups for p in group["params"]):
             if parameter.ndim != 2:
                 raise ValueError(
@@ -98,8 +101,8 @@ class Muon(torch.optim.Optimizer):
         has some rows of every matrix, the matrices are gathered, and each process computes all
         products."""
         sharded = {}
-        if self.sharded_parameters:
-            sharded = self.sharded_parameters.dtensors
+        if self.distributed:
+            sharded = self.distributed.dtensors
         for group in self.param_groups:
             batches = defaultdict(list)
             for parameter in group["params"]:
@@ -133,7 +136,7 @@ class Muon(torch.optim.Optimizer):
         directions = torch._foreach_lerp(gradients, buffers, momentum)
         if is_sharded:
             pairs = zip(parameters, directions, strict=True)
-            directions = [self.sharded_parameters.to_dtensor(*pair).full_tensor() for pair in pairs]
+            directions = [self.distributed.to_dtensor(*pair).full_tensor() for pair in pairs]
         dtype = product_dtype(group["precision"], like=parameters[0])
         updates = (
             orthogonalize(torch.stack(directions), dtype=dtype)
@@ -142,8 +145,7 @@ class Muon(torch.optim.Optimizer):
         )
         if is_sharded:
             updates = [
-                self.sharded_parameters.to_shard(*pair)
-                for pair in zip(parameters, updates, strict=True)
+                self.distributed.to_shard(*pair) for pair in zip(parameters, updates, strict=True)
             ]
         if group["weight_decay"]:
             decay = torch.full_like(

@@ -29,7 +29,7 @@ SHARDABLE = (
     torch.optim.SparseAdam,
 )
 """Optimizers that can update a parameter of which a process has some rows: elementwise ones, and
-those that use ``sharded_parameters``."""
+those that use ``distributed``."""
 
 
 class Optimizers:
@@ -48,12 +48,12 @@ class Optimizers:
     ):
         self.groups = {group.name: group for group in groups}
         self.lr = lr
+        self.learning_rate = 0.0  # of the last step, of a group with ``lr_scale`` 1
         self.schedule = schedule
         self.clip = clip
         self.steps = 0
         self.found_inf: Tensor | None = None
         self.distributed = None  # ``DistributedParameters`` if the run has several processes
-        self.sharded_parameters = None  # the same, if parameters are sharded over them
         self.gradient_bytes = 0  # of all gradients in the first step
         self.optimizers = {group.name: group.build(lr=lr * group.lr_scale) for group in groups}
         # By name: each trainable parameter, or this process's shard of it.
@@ -70,15 +70,16 @@ class Optimizers:
             name: self.groups[name].gradients(optimizer)
             for name, optimizer in self.optimizers.items()
         }
-        gradient_of = {}
+        tensors = [] if loss is None else [loss]
         for dense, sparse in gradients.values():
-            gradient_of |= dense | sparse
-        self._find_inf([*gradient_of.values()] if loss is None else [loss, *gradient_of.values()])
-        sharded = ()
-        if self.sharded_parameters:
-            sharded = self.sharded_parameters.dtensors
-        self._clip(gradients, sharded={gradient_of[p] for p in sharded if p in gradient_of})
+            tensors += dense + sparse
+        self._find_inf(tensors)
+        sharded = set()
+        if self.distributed:
+            sharded = {parameter.grad for parameter in self.distributed.dtensors}
+        self._clip(gradients, sharded)
         factor = self.schedule.factor(fraction, step=self.steps)
+        self.learning_rate = self.lr * factor
         for name, optimizer in self.optimizers.items():
             group = self.groups[name]
             for param_group in optimizer.param_groups:
@@ -87,7 +88,7 @@ class Optimizers:
                 )
             if getattr(optimizer, "_step_supports_amp_scaling", False):
                 optimizer.found_inf = self.found_inf
-                optimizer.sharded_parameters = self.sharded_parameters
+                optimizer.distributed = self.distributed
                 optimizer.step()
             elif finite or not self.found_inf.item():  # waits for the device
                 optimizer.step()
@@ -104,13 +105,13 @@ class Optimizers:
             of_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
             scale = torch.ones_like(self.found_inf)
             torch._amp_foreach_non_finite_check_and_unscale_(of_dtype, self.found_inf, scale)
-        if self.sharded_parameters:
-            self.found_inf.copy_(
-                self.sharded_parameters.reduce_shards(self.found_inf, operation="max")
-            )
+        if self.distributed:
+            self.found_inf.copy_(self.distributed.reduce_shards(self.found_inf, operation="max"))
 
     @torch.no_grad()
-    def _clip(self, gradients: dict[str, tuple[dict, dict]], sharded: Set[Tensor]) -> None:
+    def _clip(
+        self, gradients: dict[str, tuple[list[Tensor], list[Tensor]]], sharded: Set[Tensor]
+    ) -> None:
         """Scale gradients so that their norms are at most the clips. Those in ``sharded`` are
         shards of gradients."""
 
@@ -120,7 +121,7 @@ class Optimizers:
 
         pooled = []
         for name, group in self.groups.items():
-            dense, sparse = (list(gradient_of.values()) for gradient_of in gradients[name])
+            dense, sparse = gradients[name]
             if group.clip is not None:
                 clip_(dense + sparse, group.clip)
             else:
@@ -134,14 +135,12 @@ class Optimizers:
         shards = [g for g in gradients if g in sharded]
         if not shards:
             return norm
-        squares = self.sharded_parameters.reduce_shards(
-            torch.nn.utils.get_total_norm(shards).square()
-        )
+        squares = self.distributed.reduce_shards(torch.nn.utils.get_total_norm(shards).square())
         return (squares + norm.to(squares.device).square()).sqrt()
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers.values():
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
 
     def state_dict(self) -> dict:
         """Return for an exact resume: the number of steps, and the optimizer state of each
@@ -162,12 +161,12 @@ class Optimizers:
     def _convert(self, name: str, state: dict, *, saving: bool) -> dict:
         """Return an optimizer's state with each shard as a ``DTensor`` (``saving``), or each full
         tensor as a shard; unchanged if no parameters are sharded."""
-        if not self.sharded_parameters:
+        if not self.distributed:
             return state
         parameters = [
             p for param_group in self.optimizers[name].param_groups for p in param_group["params"]
         ]
-        convert = self.sharded_parameters.to_dtensor if saving else self.sharded_parameters.to_shard
+        convert = self.distributed.to_dtensor if saving else self.distributed.to_shard
         converted = {}
         for index, entries in state["state"].items():
             converted[index] = {

@@ -9,10 +9,11 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge, Gt
+from annotated_types import Ge
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from harness.optim.budget import PositiveFloat
 from harness.optim.muon import Muon
 
 
@@ -34,7 +35,7 @@ class Group:
     weight_decay: Annotated[float, Ge(0)] | None = None
     # the run's schedule, or always the peak learning rate
     schedule: Literal["run", "constant"] = "run"
-    clip: Annotated[float, Gt(0)] | None = None
+    clip: PositiveFloat | None = None
 
     def build(self, *, lr: float) -> Optimizer:
         """Return the optimizer at peak learning rate ``lr``. Decayed and ``undecayed`` parameters
@@ -53,8 +54,10 @@ class Group:
             ) from error
         if "weight_decay" not in optimizer.defaults:
             if self.weight_decay:
-                reason = f"{type(optimizer).__name__} has no weight decay; allowed are 0 and null"
-                raise ValueError(f"{self.key}.weight_decay={self.weight_decay}: {reason}")
+                raise ValueError(
+                    f"{self.key}.weight_decay={self.weight_decay}: {type(optimizer).__name__} has "
+                    "no weight decay; allowed are 0 and null"
+                )
         elif self.weight_decay is not None:
             for param_group in optimizer.param_groups:
                 param_group["weight_decay"] = self.weight_decay
@@ -62,13 +65,11 @@ class Group:
             optimizer.param_groups[-1]["weight_decay"] = 0.0
         return optimizer
 
-    def gradients(
-        self, optimizer: Optimizer
-    ) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, Tensor]]:
+    def gradients(self, optimizer: Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         """Return the dense gradients, and the values of the sparse ones, which are coalesced first
         so that no row occurs twice. ValueError if the optimizer cannot use a gradient's layout."""
-        dense = {}
-        sparse = {}
+        dense = []
+        sparse = []
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 continue
@@ -86,9 +87,9 @@ class Group:
                 )
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
-                sparse[parameter] = parameter.grad.values()
+                sparse.append(parameter.grad.values())
             else:
-                dense[parameter] = parameter.grad
+                dense.append(parameter.grad)
         return dense, sparse
 
 
