@@ -20,9 +20,8 @@ from omegaconf import DictConfig
 from bench.arithmetic import BITS, ESCAPE, Decoder, Encoder, frequencies
 from bench.progress import Progress
 from harness import source
-from harness.cache import write_atomically
+from harness.cache import digest, write_atomically
 from harness.compose.cli import run_command, with_config
-from harness.data.sources import digest
 from harness.data.streams import score_ranges
 from harness.plan.settings import Positive, parse_setting
 from harness.record import checkpoint

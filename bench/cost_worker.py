@@ -84,7 +84,7 @@ class CostWorker:
         self.span = self.plan.model.span
         self.generates = self.plan.objective.predicts_next
         self.carry = b.carry and task.peer is None
-        self.corpus = corpora.load(**self.plan.data)
+        self.corpus = corpora.load(**vars(self.plan.data))
         self.steps = 0
         train = self.corpus.splits["train"]
         self.batches = Streams(
@@ -267,7 +267,7 @@ class CostWorker:
         self.model.eval()
         if self._prompted is None:
             self._prompted = self._full_state(self._batch()[0][:1])
-        last = torch.arange(streams, device=self.device)[:, None] % self.plan.data["vocabulary"]
+        last = torch.arange(streams, device=self.device)[:, None] % self.plan.data.vocabulary
         self._generated = (
             last,
             map_state(lambda s: s.repeat_interleave(streams, dim=0), self._prompted),

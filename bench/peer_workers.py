@@ -71,7 +71,7 @@ def build_peer(name: str, plan: Plan) -> nn.Module:
     V]``. RuntimeError with the package's message if the package is not installed or raises an
     error."""
     m = plan.model
-    vocabulary = plan.data["vocabulary"]
+    vocabulary = plan.data.vocabulary
     max_length = plan.batch.segment
     if name == REFERENCE:
         return ReferenceModel(

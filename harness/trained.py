@@ -38,8 +38,10 @@ def read_run(path: Path, *, key: str) -> tuple[dict, dict]:
     best = path / checkpoint.FOLDER / checkpoint.BEST
     weights = path / WEIGHTS
     if not (best.exists() or weights.exists()) or not (path / RECORD).exists():
-        files = f"{checkpoint.FOLDER}/{checkpoint.BEST} and {RECORD}"
-        raise ValueError(f"{key}={path}: must be a run folder with {files}{why_unfinished(path)}")
+        raise ValueError(
+            f"{key}={path}: must be a run folder with {checkpoint.FOLDER}/{checkpoint.BEST} and "
+            f"{RECORD}{why_unfinished(path)}"
+        )
     provenance = read_provenance(path, key=key)
     if weights.exists():
         try:
@@ -110,7 +112,7 @@ class TrainedRun(NamedTuple):
 
     def corpus(self) -> Corpus:
         """Return the run's corpus; ValueError if it differs from the one that the run read."""
-        corpus = corpora.load(**self.plan.data)
+        corpus = corpora.load(**vars(self.plan.data))
         expected = self.provenance["data"]["sha256"]
         if corpus.sha256 != expected:
             raise ValueError(
@@ -122,7 +124,7 @@ class TrainedRun(NamedTuple):
     def symbols(self) -> bytes:
         """Return the byte of each token id. A vocabulary of fewer than 256 ids is read from the
         corpus."""
-        if self.plan.data["vocabulary"] == 256:
+        if self.plan.data.vocabulary == 256:
             return bytes(range(256))
         return self.corpus().symbols
 
@@ -158,9 +160,10 @@ class Model:
 
     def __repr__(self) -> str:
         n_parameters = sum(parameter.numel() for parameter in self.network.parameters())
-        variant = self.about["variant"]
-        data = self.about["data"]["name"]
-        return f"Model(variant={variant}, data={data}, parameters={n_parameters:,})"
+        return (
+            f"Model(variant={self.about['variant']}, data={self.about['data']['name']}, "
+            f"parameters={n_parameters:,})"
+        )
 
     def score(
         self, text: bytes, *, streams: int = 1, segment: int = 512, context: int = 0

@@ -55,7 +55,7 @@ def admission(plan: Plan, *, text: torch.Tensor | None = None) -> str:
         "checked",
         source.digest_of(files),
         [sha256_of(path) for path in sorted(CONFORMANCE.glob("*.py"))],
-        [torch.__version__, plan.runtime.backend, device_kind(plan.runtime), plan.data],
+        [torch.__version__, plan.runtime.backend, device_kind(plan.runtime), vars(plan.data)],
         [plan.config[name] for name in CHECKED_SECTIONS],
     )
     if recall(file) is not None:
@@ -92,8 +92,7 @@ def check_plan(plan: Plan, **options) -> Iterator[Finding]:
     those of both sides."""
     if plan.objective.direction == "both":
         options["checks"] = both.CHECKS
-    sizes = {"span": plan.model.span, "vocabulary": plan.data["vocabulary"]}
-    return check(plan.make_model, **sizes, **options)
+    return check(plan.make_model, span=plan.model.span, vocabulary=plan.data.vocabulary, **options)
 
 
 def compare_flops(plan: Plan) -> Finding:
@@ -113,8 +112,9 @@ def compare_flops_at_sizes(plan: Plan, *, text: torch.Tensor | None) -> Finding:
         )
     span = plan.model.span
     segment = max(span // 4, min(2 * span, LEAST_SEGMENT)) if carries else plan.eval.segment
-    flops = {"span": span, "segment": segment, "text": text}
-    return run_check(PROMISE + AT_SIZES, lambda: compare_ideal(model, **flops))
+    return run_check(
+        PROMISE + AT_SIZES, lambda: compare_ideal(model, span=span, segment=segment, text=text)
+    )
 
 
 def findings_at_sizes(plan: Plan, *, text: torch.Tensor | None = None) -> Iterator[Finding]:

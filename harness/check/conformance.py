@@ -88,7 +88,7 @@ def needed_at_most_executed(plan: Plan) -> Verdict:
     lines = []
     if undeclared := model.flops_estimated_3x():
         return f"not declared by {', '.join(undeclared)}"
-    tokens = torch.randint(plan.data["vocabulary"], (2, segment))
+    tokens = torch.randint(plan.data.vocabulary, (2, segment))
     for carried, state in ((0, None), (segment, model(tokens).state)):
         step = count_flops(
             lambda state=state: model(tokens, state).logits.sum().backward(), gradients=True
@@ -111,7 +111,7 @@ def backends_agree(plan: Plan, backend: str) -> Finding:
     wide = replace(plan, model=replace(plan.model, span=span))
     fast = wide if can_run(wide) else plan
     subjects = (
-        Subject(p.make_model, p.model.span, p.data["vocabulary"]) for p in (fast, plain_plan(fast))
+        Subject(p.make_model, p.model.span, p.data.vocabulary) for p in (fast, plain_plan(fast))
     )
     finding = run_check(f"the {backend} backend equals the plain one", equal_backends, *subjects)
     return replace(finding, detail=f"span {fast.model.span}, {finding.detail}")
@@ -121,7 +121,7 @@ def check_choices(plan: Plan) -> Verdict:
     """Check that each choice that a sublayer declares in ``honours`` changes its output, and that
     ``model.span`` changes nothing if it is not declared. Refused choices and sublayers without a
     past are not checked."""
-    subject = Subject(plan.make_model, plan.model.span, plan.data["vocabulary"])
+    subject = Subject(plan.make_model, plan.model.span, plan.data.vocabulary)
     model = subject.build()
     compared = []
     honours = {

@@ -1,16 +1,15 @@
 """Passed checks, which the user's cache folder remembers: later processes need not repeat them."""
 
-import hashlib
 import json
 from contextlib import suppress
 from pathlib import Path
 
-from harness.cache import cache_folder, write_atomically
+from harness.cache import cache_folder, digest, write_atomically
 
 
 def marker(kind: str, *conditions: object) -> Path:
     """Return the file, below the cache folder, of a check that depends on ``conditions``."""
-    return Path(kind, hashlib.sha256(json.dumps(conditions, sort_keys=True).encode()).hexdigest())
+    return Path(kind, digest(json.dumps(conditions, sort_keys=True).encode()))
 
 
 def recall(file: Path) -> str | None:

@@ -22,7 +22,6 @@ from harness.device.torch_settings import configure_torch
 from harness.device.worker_process import WorkerError, WorkerProcess
 from harness.failures import first_line, note
 from harness.plan.build import Plan, literal, plan_run, replan
-from harness.plan.settings import RuntimeSettings
 from variants.conformance import perturb
 from variants.conformance.agreement import compare, logits_and_gradients
 from variants.conformance.fixture import spread_projected
@@ -86,9 +85,8 @@ def select(plan: Plan, runtime: Runtime) -> dict | None:
 def _compare_in_worker(backend: str, small: Plan, runtime: Runtime) -> tuple[bool, str]:
     """Return what ``agreement`` returns for a backend, computed in a worker process once for equal
     arguments. If it has passed, this holds for later processes, too."""
-    settings = dataclasses.replace(
-        small.runtime, backend=backend, device=str(runtime.device), compile=False
-    )
+    settings = {"backend": backend, "device": str(runtime.device), "compile": False}
+    config = small.config | {"runtime": vars(small.runtime) | settings}
     conditions = [backend, runtime.describe() | {"compile": False, "threads": None}]
     conditions += [small.config[name] for name in ("variant", "position", "model")]
     file = marker("agreed", *conditions, source.digest(small.config, trust=small.trust))
@@ -97,7 +95,7 @@ def _compare_in_worker(backend: str, small: Plan, runtime: Runtime) -> tuple[boo
     if file not in _comparisons:
         compared = f"{backend} with plain PyTorch on {runtime.device}"
         note(f"runtime.backend: comparing {compared}, at most {LIMIT_SECONDS:g} s")
-        with WorkerProcess(_comparison, small.config, small.trust, settings) as worker:
+        with WorkerProcess(_comparison, config, small.trust) as worker:
             _comparisons[file] = worker.call("__call__", limit_seconds=LIMIT_SECONDS)
     passed, error = _comparisons[file]
     if passed:
@@ -128,13 +126,10 @@ def candidates(plan: Plan, runtime: Runtime) -> tuple[list[str], Plan]:
     return common, dataclasses.replace(small, runtime=plan.runtime)
 
 
-def _comparison(
-    config: dict, trust: Sequence[str], settings: RuntimeSettings
-) -> Callable[[], tuple[bool, str]]:
+def _comparison(config: dict, trust: tuple[str, ...]) -> Callable[[], tuple[bool, str]]:
     """Return ``agreement`` with its arguments; a worker process makes and calls it."""
-    runtime = configure_torch(settings)
-    plan = plan_run(literal(config), trusted=tuple(trust))
-    return partial(agreement, dataclasses.replace(plan, runtime=settings), runtime)
+    plan = plan_run(literal(config), trusted=trust)
+    return partial(agreement, plan, configure_torch(plan.runtime))
 
 
 def agreement(
@@ -157,9 +152,7 @@ def agreement(
     reference = spread_projected(perturb(host_plan.make_model(dropout_seed=DROPOUT_SEED)), 0.0, 1.0)
     weights = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
     shape = (plan.batch.streams, sum(segments) + 1)
-    tokens = torch.randint(
-        plan.data["vocabulary"], shape, generator=torch.Generator().manual_seed(1)
-    )
+    tokens = torch.randint(plan.data.vocabulary, shape, generator=torch.Generator().manual_seed(1))
 
     def outcome_of(model_plan: Plan, model_runtime: Runtime) -> dict[str, torch.Tensor]:
         model = model_plan.make_model(dropout_seed=DROPOUT_SEED)

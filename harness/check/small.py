@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves_with_path
 
 from harness.plan.build import Plan, replan
 from harness.plan.network import VARIANT_KEYS
-from harness.plan.settings import check_keys, parse_setting
+from harness.plan.settings import check_keys, variant_section
 
 HEADS = 2
 HEAD_WIDTH = 16
@@ -24,7 +24,7 @@ def apply_small(plan: Plan, *, command_line_keys: Collection[str] = ()) -> Plan:
     """Return the plan with its variant's ``small`` sizes, except those of ``command_line_keys``.
     ValueError names the key."""
     variant = plan.config["variant"]
-    small = parse_setting(variant.get("small"), dict | None, key="variant.small") or {}
+    small = variant_section(variant, "small")
     sublayers = [name for name in variant if name not in VARIANT_KEYS]
     check_keys(small, [*sublayers, "model"], key="variant.small", required=())
     if not small:
@@ -46,7 +46,7 @@ def shrink(plan: Plan) -> Plan:
     ``small``, 2 heads of width 16, and a span of 13. If no model of these sizes runs, widths and
     spans grow up to the plan's."""
     small = apply_small(plan)
-    sizes = (plan.config["variant"].get("small") or {}).get("model", {})
+    sizes = variant_section(plan.config["variant"], "small").get("model", {})
     layers = list(dict.fromkeys(map(tuple, plan.layers)))
     if len(layers) == 1 < len(plan.layers):
         layers *= 2

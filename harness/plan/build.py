@@ -4,7 +4,7 @@ see no configuration."""
 import importlib
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_type_hints
@@ -17,29 +17,27 @@ from torch.optim import Optimizer
 
 from harness.failures import refuse_exit
 from harness.model import LanguageModel, Layers
-from harness.optim.budget import UNITS, Budget
+from harness.optim.budget import Budget
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import Group, assign
 from harness.plan.network import plan_layers
 from harness.plan.objective import check_objective
 from harness.plan.settings import (
-    DataSettings,
     OptimSettings,
     PositiveFloat,
     RunSettings,
     check_keys,
     parse_section,
     parse_setting,
+    variant_section,
 )
 from harness.plan.targets import resolve
 from variants.contract import LayerContext, Position
 
-_HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}
-GROUP_HINTS = {
-    name: _HINTS[name]
-    for name in ("match", "optimizer", "lr_scale", "weight_decay", "schedule", "clip")
-}
-"""Keys of a variant's parameter group, and their types."""
+GROUP_HINTS = get_type_hints(Group, include_extras=True) | {"match": str | list[str]}
+"""Types of the keys of a parameter group."""
+GROUP_KEYS = ("match", "optimizer", "lr_scale", "weight_decay", "schedule", "clip")
+"""Keys of a variant's parameter group."""
 CONTEXT_KEYS = ("d_model", "heads", "span", "attend_self", "cache", "dropout")
 """Keys of ``model`` for ``LayerContext``. ``LanguageModel`` gets the rest without ``layers`` and
 ``default_bytes``."""
@@ -48,7 +46,7 @@ MAX_CONTEXT = 16_384
 
 
 OLD_OBJECTIVE = {"name": "causal_lm", "direction": "causal"}
-MADE = ("variant", "position", "data", "optim", "budget", "trust")
+MADE = ("variant", "position", "optim", "budget", "trust")
 """Keys of a run that a plan has in another form."""
 
 
@@ -60,8 +58,7 @@ class Plan(RunSettings):
     layers: Layers  # for each layer, the factories of its sublayers by name
     groups: dict  # the variant's parameter groups
     scheme: Callable[..., Position]  # the factory of the position scheme
-    data: dict  # keywords of ``harness.data.corpora.load``
-    optim: dict  # keys of ``OptimSettings``, with optimizers as factories
+    optim: OptimSettings  # with optimizers as factories
     budget: Budget
     trust: tuple[str, ...]
     config: dict  # the resolved configuration as a plain dictionary, for hashing and the record
@@ -89,7 +86,7 @@ class Plan(RunSettings):
             "dropout_seed": dropout_seed,
             "direction": self.objective.direction,
         }
-        vocabulary = self.data["vocabulary"]
+        vocabulary = self.data.vocabulary
         inputs = vocabulary
         if not self.objective.predicts_next:
             inputs += 1  # the last id hides a byte
@@ -115,8 +112,8 @@ class Plan(RunSettings):
         optim = self.optim
         # of a frozen encoder, their patterns match nothing that is trained
         groups = {} if self.objective.encoder == "frozen" else self.groups
-        groups = assign(model, default=optim["default"], matrices=optim["matrices"], groups=groups)
-        return Optimizers(groups, lr=optim["lr"], schedule=optim["schedule"], clip=optim["clip"])
+        groups = assign(model, default=optim.default, matrices=optim.matrices, groups=groups)
+        return Optimizers(groups, lr=optim.lr, schedule=optim.schedule, clip=optim.clip)
 
     def protocol(self) -> dict:
         """Return the evaluation protocol and the order of training bytes, by which
@@ -128,12 +125,14 @@ class Plan(RunSettings):
             "bytes": self.eval.bytes,
             "context": streamed_context(self.model.span, self.model.layers),
             "selection_bytes": self.eval.selection_bytes,
-            **{key: self.data[key] for key in ("vocabulary", "drop_newlines", "split")},
+            "vocabulary": self.data.vocabulary,
+            "drop_newlines": self.data.drop_newlines,
+            "split": self.data.split,
         }
         if self.batch.order != "random":  # the order of rows without the key
             protocol["order"] = self.batch.order
-        if self.data["sequence"]:  # read one by one, from an empty state
-            protocol |= {"sequence": self.data["sequence"], "context": 0}
+        if self.data.sequence:  # read one by one, from an empty state
+            protocol |= {"sequence": self.data.sequence, "context": 0}
         if not self.objective.predicts_next:  # the objective of rows without the key
             protocol |= {
                 "context": 0,
@@ -165,16 +164,13 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
         )
     # run folders of older versions lack these keys
     cfg = OmegaConf.merge({"check": True, "objective": OLD_OBJECTIVE}, cfg)
-    names = [*RunSettings.__dataclass_fields__, *MADE]
-    sections = {name: node for name, node in OmegaConf.to_container(cfg).items() if name != "hydra"}
-    check_keys(sections, names, key="")
-    check_keys(sections["budget"], UNITS, key="budget")
+    sections = OmegaConf.masked_copy(cfg, [name for name in cfg if name != "hydra"])
     try:
-        config = OmegaConf.to_container(
-            OmegaConf.masked_copy(cfg, names), resolve=True, throw_on_missing=True
-        )
+        config = OmegaConf.to_container(sections, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key}=???: is required, but has no value") from error
+    names = [*RunSettings.__dataclass_fields__, *MADE]
+    check_keys(config, names, key="")
     if sweeping:
         config["data"] = config["data"] | {"fallback": None}
     settings = parse_section(
@@ -182,22 +178,22 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
     )
     variant = parse_setting(config["variant"], dict, key="variant")
     trust = tuple(dict.fromkeys(_import_trusted(config["trust"]) + trusted))
-    groups = parse_setting(variant.get("groups"), dict | None, key="variant.groups") or {}
     budget = parse_section(Budget, config["budget"], key="budget")
+    if budget.unit is None:
+        budget = Budget(bytes=settings.model.default_bytes)
     plan = Plan(
         **vars(settings),
         variant=parse_setting(variant.get("name"), str, key="variant.name"),
         layers=plan_layers(variant, n_layers=settings.model.layers, trust=trust),
         groups={
             name: _resolve_group(
-                group, GROUP_HINTS, trust, key=f"variant.groups.{name}", required=("match",)
+                group, GROUP_KEYS, trust, key=f"variant.groups.{name}", required=("match",)
             )
-            for name, group in groups.items()
+            for name, group in variant_section(variant, "groups").items()
         },
         scheme=resolve(config["position"], key="position", base=Position, trust=trust),
-        data=vars(parse_section(DataSettings, config["data"], key="data")),
-        optim=_resolve_optim(config["optim"], trust, lr_scale=variant.get("lr_scale")),
-        budget=replace(budget, default_bytes=settings.model.default_bytes),
+        optim=_resolve_optim(config["optim"], trust, scales=variant_section(variant, "lr_scale")),
+        budget=budget,
         trust=trust,
         config=config,
         sweeping=sweeping,
@@ -269,31 +265,33 @@ def _import_trusted(names: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _resolve_optim(node: object, trust: tuple[str, ...], *, lr_scale: object) -> dict:
-    """Return the keys of ``optim``, with optimizers as partials. ``lr`` is multiplied by the factor
-    that the variant's ``lr_scale`` has for ``optim.name``, or 1."""
+def _resolve_optim(node: object, trust: tuple[str, ...], *, scales: dict) -> OptimSettings:
+    """Return the settings of ``optim``, with optimizers as partials. ``lr`` is multiplied by the
+    factor that ``scales``, the variant's ``lr_scale``, has for ``optim.name``, or 1."""
     settings = parse_section(OptimSettings, node, key="optim")
-    scales = parse_setting(lr_scale, dict | None, key="variant.lr_scale") or {}
     for name, factor in scales.items():
         parse_setting(factor, PositiveFloat, key=f"variant.lr_scale.{name}")
-    optim = vars(settings) | {"lr": settings.lr * scales.get(settings.name, 1.0)}
-    optim["default"] = resolve(settings.default, key="optim.default", base=Optimizer, trust=trust)
-    if settings.matrices:
-        hints = {name: GROUP_HINTS[name] for name in ("lr_scale", "optimizer")}
-        optim["matrices"] = _resolve_group(settings.matrices, hints, trust, key="optim.matrices")
-    return optim
+    matrices = settings.matrices
+    if matrices:
+        matrices = _resolve_group(matrices, ("lr_scale", "optimizer"), trust, key="optim.matrices")
+    return replace(
+        settings,
+        lr=settings.lr * scales.get(settings.name, 1.0),
+        default=resolve(settings.default, key="optim.default", base=Optimizer, trust=trust),
+        matrices=matrices,
+    )
 
 
 def _resolve_group(
-    node: object, hints: Mapping, trust: tuple[str, ...], *, key: str, required=None
+    node: object, keys: tuple[str, ...], trust: tuple[str, ...], *, key: str, required=None
 ) -> dict:
-    """Return the validated keys of a parameter group, with its optimizer, if it has one, as a
-    partial."""
-    check_keys(parse_setting(node, dict, key=key), list(hints), key=key, required=required)
+    """Return the validated keys of a parameter group, of which ``keys`` are allowed, with its
+    optimizer, if it has one, as a partial."""
+    check_keys(node, keys, key=key, required=required)
     settings = {}
     for name, setting in node.items():
         if name != "optimizer":
-            settings[name] = parse_setting(setting, hints[name], key=f"{key}.{name}")
+            settings[name] = parse_setting(setting, GROUP_HINTS[name], key=f"{key}.{name}")
     if node.get("optimizer"):
         settings["optimizer"] = resolve(
             node["optimizer"], key=f"{key}.optimizer", base=Optimizer, trust=trust

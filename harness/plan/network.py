@@ -8,7 +8,7 @@ from annotated_types import Ge
 from torch import nn
 
 from harness.model import Layers
-from harness.plan.settings import parse_setting
+from harness.plan.settings import parse_setting, variant_section
 from harness.plan.targets import resolve
 from variants.contract import WAYS, LayerContext, Sublayer
 
@@ -36,9 +36,7 @@ def plan_layers(variant: Mapping[str, object], *, n_layers: int, trust: tuple[st
     _check_names(variant.get("layers"), sublayers, key="variant.layers")
     names_of_layers = [variant["layers"]] * n_layers
     replaced: dict[int, tuple[str, object]] = {}
-    for index, names in (
-        parse_setting(variant.get("at"), dict | None, key="variant.at") or {}
-    ).items():
+    for index, names in variant_section(variant, "at").items():
         key = f"variant.at.{index}"
         # Hydra passes the key of +variant.at.0=[attention] as a string.
         layer = int(index) if isinstance(index, str) and index.isdecimal() else index

@@ -11,8 +11,8 @@ def check_objective(plan: RunSettings) -> None:
     """Raise ValueError for settings that the objective of a plan does not allow."""
     objective = plan.objective
     name = objective.name
-    data = plan.data["name"]
-    sequence = plan.data["sequence"]
+    data = plan.data.name
+    sequence = plan.data.sequence
     allowed = f"allowed with objective={name}"
     directions = DIRECTIONS[name]
     mistakes = {
@@ -56,7 +56,8 @@ def check_objective(plan: RunSettings) -> None:
 def _sequence_mistakes(plan: RunSettings) -> dict[str, bool]:
     """Return for each message whether its mistake was made: settings that would cut sequences, or
     read them with state from before them."""
-    sequence = plan.data["sequence"]
+    data = plan.data
+    sequence = data.sequence
     segment = plan.batch.segment
     if sequence is None:
         return {}
@@ -67,6 +68,12 @@ def _sequence_mistakes(plan: RunSettings) -> dict[str, bool]:
             segment != sequence
         ),
     }
+    mistakes[f"data.vocabulary={data.vocabulary}: {allowed} 256"] = data.vocabulary < 256
+    for key in ("bytes", "first_bytes"):
+        n_bytes = getattr(data, key)
+        mistakes[f"data.{key}={n_bytes}: allowed are multiples of data.sequence={sequence}"] = (
+            n_bytes is not None and n_bytes % sequence > 0
+        )
     for key in ("bytes", "selection_bytes"):
         n_bytes = getattr(plan.eval, key)
         mistakes[f"eval.{key}={n_bytes}: {allowed} {sequence} or more, or null"] = (

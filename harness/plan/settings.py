@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Interval
 from pydantic import (
     BeforeValidator,
     ConfigDict,
@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from harness.failures import did_you_mean
-from harness.optim.budget import Fraction, Schedule
+from harness.optim.budget import Fraction, Positive, PositiveFloat, Schedule
 
 PART_DESCRIPTION = "a part with _target_ and _partial_: true"
 PHRASES = {
@@ -34,9 +34,9 @@ PHRASES = {
 }
 """Phrases in pydantic's messages, and the phrases that replace them in ours."""
 
-Positive = Annotated[int, Gt(0)]
-PositiveFloat = Annotated[float, Gt(0)]
 WINDOWS = (8, 1024)  # windows in a batch, and bytes in a window, of the score without state
+
+Share = Annotated[float, Interval(gt=0, lt=1)]
 
 section = dataclass(frozen=True, kw_only=True)
 
@@ -73,17 +73,17 @@ class BatchSettings:
 
 @section
 class DataSettings:
-    """The keywords of ``harness.data.corpora.load``, which also checks combinations and ranges."""
+    """The keywords of ``harness.data.corpora.load``, which also checks combinations."""
 
     name: str
     path: str | None
     sha256: str | None
-    fallback: str | None
-    vocabulary: int
+    fallback: Literal["stdlib"] | None
+    vocabulary: Annotated[int, Interval(ge=1, le=256)]
     drop_newlines: bool
-    split: list
+    split: tuple[Share, Share, Share]  # of train, valid and test
     first_bytes: Positive | None
-    bytes: Positive | None
+    bytes: Annotated[int, Ge(2)] | None
     distances: list | None
     sequence: Positive | None = None
     seed: int | None
@@ -95,7 +95,7 @@ class ObjectiveSettings:
 
     name: Literal["causal_lm", "masked_lm", "classify"] = "causal_lm"
     direction: Literal["causal", "both"] = "causal"
-    rate: Annotated[float, Interval(gt=0, lt=1)] | None = None  # of masked_lm
+    rate: Share | None = None  # of masked_lm
     encoder: Literal["trained", "frozen"] | None = None  # of classify
 
     @property
@@ -176,6 +176,7 @@ class RunSettings:
 
     model: ModelSettings
     batch: BatchSettings
+    data: DataSettings
     objective: ObjectiveSettings
     runtime: RuntimeSettings
     record: RecordSettings
@@ -205,6 +206,11 @@ def parse_section(cls: type, node: object, *, key: str):
         else:
             settings[name] = parse_setting(setting, hints[name], key=setting_key)
     return cls(**settings)
+
+
+def variant_section(variant: Mapping, name: str) -> dict:
+    """Return a section of a variant, empty if it has none."""
+    return parse_setting(variant.get(name), dict | None, key=f"variant.{name}") or {}
 
 
 def check_keys(

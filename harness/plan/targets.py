@@ -147,7 +147,7 @@ def _is_inside(module: str, packages: tuple[str, ...]) -> bool:
 def _part_of(hint: object) -> type | None:
     """Return C of an annotation ``Callable[.., C]`` where C is torch.nn.Module, a ``Part`` or a
     ``Position``; ``Part`` for any other callable, and None if the annotation has none."""
-    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     options = typing.get_args(hint) if is_union else (hint,)
     factories = [
         option

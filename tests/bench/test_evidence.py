@@ -62,7 +62,7 @@ def test_a_sweep_has_the_protocol_precision_and_cells_of_its_stage(name, tmp_pat
         ("tune", False) if "rates" in name else ("result", True)
     )
     assert run_plan.batch.order == ("permutation" if name == "text_rates" else "random")
-    assert run_plan.data["name"] == ("recall" if name == "recall" else "enwik8_4m")
+    assert run_plan.data.name == ("recall" if name == "recall" else "enwik8_4m")
 
 
 def rates_file(folder, scores: dict[str, dict[str, float | None]], *, table="rates", key=LR_FACTOR):
@@ -108,7 +108,7 @@ def test_text_is_trained_at_the_best_rate_as_soon_as_it_lies_between_tested_ones
         int(word.partition("=")[2]) for words in by_bytes for word in words if "bytes" in word
     ] == [budget for budget in budgets for _ in range(2)], "the shortest runs are first"
     run_plan = plan(*by_bytes[-1])
-    assert (run_plan.budget.amount, run_plan.optim["schedule"].decay_fraction) == (6_800_000, 0.2)
+    assert (run_plan.budget.amount, run_plan.optim.schedule.decay_fraction) == (6_800_000, 0.2)
     assert (
         run_plan.config["variant"]["lr_scale"] == {"muon": 0.7071}
         and run_plan.batch.order == "permutation"
@@ -124,7 +124,7 @@ def test_rates_of_text_are_extended_by_the_square_root_of_2_for_both_optimizers(
     assert muon == ("sweep=text_rates", "seed=100", "variant=latent", f"{LR_FACTOR}=0.3536")
     assert {"variant=mhsa", "optim=adamw", f"{LR_FACTORS[1]}=2"} < set(adamw)
     run_plan = plan(*adamw)
-    assert run_plan.optim["matrices"] is None and run_plan.optim["lr"] == pytest.approx(0.006)
+    assert run_plan.optim.matrices is None and run_plan.optim.lr == pytest.approx(0.006)
 
 
 def test_a_best_rate_at_an_end_of_the_range_extends_the_range_by_a_step(tmp_path):
@@ -179,7 +179,7 @@ def test_recall_by_key_has_the_rate_that_is_between_others_or_learns(tmp_path):
     assert keys[0] == (*start, "variant=mhsa", f"{rate}=2", shift, *sizes) and len(keys) == 3
     run_plan = plan(*(word for word in keys[-1] if word != shift))
     assert (run_plan.batch.segment, run_plan.model.span, run_plan.batch.streams) == (256, 256, 8)
-    assert run_plan.optim["lr"] == 0.006 and run_plan.optim["schedule"].decay_fraction == 0.2
+    assert run_plan.optim.lr == 0.006 and run_plan.optim.schedule.decay_fraction == 0.2
     assert run_plan.budget.amount >= 6_100_000 and run_plan.eval.every == 0.02
 
 

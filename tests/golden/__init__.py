@@ -130,7 +130,7 @@ def make_trainer(case: str, *, optim: str, backend: str) -> Trainer:
     config.optim = compose_config(f"optim={optim}", f"optim.lr={RATES[optim]}").optim
     config.runtime.backend = backend
     planned = plan_run(config)
-    trainer = Trainer(planned, corpora.load(**planned.data), configure_torch(planned.runtime))
+    trainer = Trainer(planned, corpora.load(**vars(planned.data)), configure_torch(planned.runtime))
     torch.manual_seed(planned.seed + 1)
     fill_(trainer.model, like=planned.make_model())
     return trainer

@@ -10,7 +10,7 @@ from tests.support.small_configs import plan
 
 @pytest.mark.parametrize("unit", ["bytes", "seconds", "steps", "flops"])
 def test_fraction_and_done_follow_the_unit_that_is_set(unit):
-    budget = Budget(**{unit: 8}, default_bytes=10**9)
+    budget = Budget(**{unit: 8})
     assert budget.unit == unit
     assert [budget.fraction(Spent(**{unit: spent})) for spent in (0, 2, 20)] == [0.0, 0.25, 1.0]
     assert not budget.done(Spent(**{unit: 7})) and budget.done(Spent(**{unit: 8}))
@@ -22,6 +22,10 @@ WRONG = (
     "budget.steps=2.5",
     "optim.lr=0",
     "optim.clip=-1.0",
+    "data.bytes=1",
+    "data.vocabulary=257",
+    "data.fallback=text8",
+    "data.split=[0.9]",
 )
 WRONG += (
     "optim.schedule.warmup_fraction=1.5",
@@ -31,7 +35,7 @@ WRONG += (
 WRONG += ("optim.matrices.optimizer.momentum=1.0", "optim.matrices.optimizer.precision=float16")
 
 
-def test_invalid_budgets_and_learning_rates_are_refused_by_key():
+def test_invalid_settings_are_refused_by_key():
     for word in WRONG:
         with pytest.raises(ValueError, match=f"{re.escape(word)}: (must be|allowed are) ."):
             plan(word)

@@ -227,7 +227,6 @@ def test_paths_without_a_readable_corpus_are_refused_with_a_reason(tmp_path):
         ("data.seed", {"name": "stdlib", "seed": 0}),
         ("data.distances", {"name": "synthetic_text", "distances": [3]}),
         ("data.sequence", {"name": "recall", "sequence": 16}),
-        ("data.bytes", {"name": "recall", "bytes": 1}),
         ("data.distances", {"name": "recall", "distances": [1000], "bytes": 1000}),
     ],
 )

@@ -86,7 +86,7 @@ def distributed_trainer(
     comparable despite rounding."""
     plan_ = plan(*SMALL, *overrides)
     trainer = Trainer(
-        plan_, corpora.load(**plan_.data), configure_torch(plan_.runtime, processes=processes)
+        plan_, corpora.load(**vars(plan_.data)), configure_torch(plan_.runtime, processes=processes)
     )
     trainer.model.to(getattr(torch, precision))
     set_muon_precision(trainer, precision)

@@ -207,7 +207,7 @@ def test_the_summary_and_the_closing_table_are_complete(variant, monkeypatch, ca
 
 def test_the_peak_of_scoring_is_read_before_compressors_use_memory(monkeypatch):
     run, calls = make_run("budget.steps=2"), []
-    run._peak_meter = Mock(read=lambda: calls.append("read") or Peak(2**20, approximate=True))
+    run.peak_meter = Mock(read=lambda: calls.append("read") or Peak(2**20, approximate=True))
     monkeypatch.setattr(
         "harness.objective.causal_lm.compressed_bits",
         lambda *_, train: calls.append(len(train)) or {},

@@ -98,7 +98,7 @@ def table(n: int) -> torch.Tensor:
 
 def test_every_sequence_is_read_once_before_any_is_read_twice():
     stream = Sequences(table(10), streams=3, segment=4, seed=0)
-    assert (stream.segment, stream.bytes_per_step) == (4, 12)
+    assert stream.size(0) == (4, 12)
     read = []
     for step in range(20):
         inputs, targets = stream.batch(step)

@@ -50,7 +50,7 @@ def test_targets_are_the_next_bytes_of_the_split_read_as_a_ring(
 
 def test_an_epoch_reads_every_byte_at_most_once_and_several_epochs_read_all_bytes():
     stream = Streams(torch.arange(240, dtype=torch.uint8), streams=4, segment=6, seed=5)
-    assert (stream.steps_per_epoch, stream.bytes_per_step) == (10, 24)
+    assert (stream.steps_per_epoch, stream.size(0)[1]) == (10, 24)
     epochs = [
         torch.cat([stream.batch(epoch * 10 + step)[0] for step in range(10)], dim=1)
         for epoch in range(2)

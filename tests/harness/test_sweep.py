@@ -106,14 +106,9 @@ def test_sweeps_that_compare_variants_have_five_seeds_and_adamw():
             == "0,1,2,3,4"
         )
         run_plan = plan(f"sweep={sweep}")
-        assert (
-            run_plan.optim["default"].func.__name__ == "AdamW"
-            and run_plan.optim["matrices"] is None
-        )
+        assert run_plan.optim.default.func.__name__ == "AdamW" and run_plan.optim.matrices is None
         assert run_plan.purpose == "result"
-    assert plan("sweep=variants", "optim=muon").optim["matrices"] is not None, (
-        "a typed override wins"
-    )
+    assert plan("sweep=variants", "optim=muon").optim.matrices is not None, "a typed override wins"
 
 
 def test_threads_and_random_numbers_of_a_job_do_not_depend_on_earlier_jobs(cwd, monkeypatch):

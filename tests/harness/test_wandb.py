@@ -335,9 +335,9 @@ def test_a_sweep_of_wandb_has_keys_that_can_be_planned():
     }
     words = sweep["command"][sweep["command"].index("${program}") + 1 : -1]
     planned = plan(*words, *(f"{name}={value}" for name, value in first.items()))
-    assert planned.data["fallback"] is None, "a sweep must not read the fallback corpus"
+    assert planned.data.fallback is None, "a sweep must not read the fallback corpus"
     assert sweep["metric"] == {"name": "valid_bits_per_byte", "goal": "minimize"}
-    assert sweep["method"] == "grid" and planned.optim["matrices"] is None and not planned.eval.test
+    assert sweep["method"] == "grid" and planned.optim.matrices is None and not planned.eval.test
     cfg = OmegaConf.merge(OmegaConf.to_container(compose_config(), resolve=False), {"sweep": sweep})
     with pytest.raises(ValueError, match=r"^sweep: .*wandb sweep conf/sweep/wandb_"):
         plan_run(cfg)

@@ -102,7 +102,7 @@ def change_folder(cwd: Path, monkeypatch):
 def make_trainer(*overrides: str) -> Trainer:
     """Return a trainer before its first step, without a run folder."""
     plan_ = plan(*SMALL, *overrides)
-    return Trainer(plan_, corpora.load(**plan_.data), configure_torch(plan_.runtime))
+    return Trainer(plan_, corpora.load(**vars(plan_.data)), configure_torch(plan_.runtime))
 
 
 def evaluate(trainer: Trainer, part: torch.Tensor, **options: int) -> Score:
