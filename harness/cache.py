@@ -118,6 +118,11 @@ def append_atomically(path: Path, line: bytes) -> None:
                 raise
 
 
+def digest(content: bytes | memoryview) -> str:
+    """Return SHA-256 of bytes, as hexadecimal digits."""
+    return hashlib.sha256(content).hexdigest()
+
+
 def sha256_of(path: Path) -> str:
     """Return SHA-256 of a file's bytes, as hexadecimal digits."""
     with path.open("rb") as file:

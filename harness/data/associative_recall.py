@@ -24,18 +24,20 @@ LETTERS = np.frombuffer((ascii_letters[26:] + ascii_letters[:26]).encode(), np.u
 
 
 def associative_recall(
-    n_bytes: int = 8_192_000,
+    bytes: int = 8_192_000,
     *,
     sequence: int | None = None,
     seed: int = 0,
 ) -> np.ndarray:
-    """Return whole sequences of ``sequence`` bytes, ``n_bytes`` in all, uint8 ``[n_bytes]``.
-    ValueError unless ``sequence`` is 8 times a number of keys from 2 to 52."""
+    """Return whole sequences of ``sequence`` bytes, n ``bytes`` in all, uint8 ``[n]``. ValueError
+    unless ``sequence`` is 8 times a number of keys from 2 to 52."""
     keys = (sequence or 0) // BYTES_PER_KEY
     if not 2 <= keys <= len(LETTERS) or sequence % BYTES_PER_KEY:
-        allowed = f"multiples of {BYTES_PER_KEY} from 16 to {BYTES_PER_KEY * len(LETTERS)}"
-        raise ValueError(f"data.sequence={sequence}: allowed are {allowed}")
-    index = np.arange(n_bytes // sequence)[:, None]
+        raise ValueError(
+            f"data.sequence={sequence}: allowed are multiples of {BYTES_PER_KEY} from 16 to "
+            f"{BYTES_PER_KEY * len(LETTERS)}"
+        )
+    index = np.arange(bytes // sequence)[:, None]
     draws = integer_hash(seed, index, np.arange(5 * keys))
     ranks, digits, queries = np.split(draws, [keys, 2 * keys], axis=1)
     order = np.argsort(ranks, axis=1, kind="stable")

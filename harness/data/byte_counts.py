@@ -17,8 +17,7 @@ from contextlib import suppress
 import numpy as np
 from torch import Tensor
 
-from harness.cache import cache_folder, write_atomically
-from harness.data.sources import digest
+from harness.cache import cache_folder, digest, write_atomically
 
 ORDERS = (2, 3, 5)
 MAX_TRAIN_BYTES = 2**24  # a longer train split is not counted, because that takes minutes

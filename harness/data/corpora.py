@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.cache import user_path
+from harness.cache import digest, user_path
 from harness.data import associative_recall
 from harness.data.labelled import read_labelled
 from harness.data.listops import listops
 from harness.data.recall import copies, recall_floor, recall_stream
 from harness.data.repeats import repeat_masks
 from harness.data.skills import SKILLS, GeneratedCorpus
-from harness.data.sources import PUBLISHED, digest, read_path, read_published, read_stdlib
+from harness.data.sources import PUBLISHED, read_path, read_published, read_stdlib
 from harness.data.streams import permutation
 from harness.data.synthetic_text import synthetic_text
 from harness.data.texts import Texts
@@ -135,8 +135,8 @@ def load(
     sequence: int | None = None,
     seed: int | None = None,
 ) -> Corpus:
-    """Read a corpus by the keys of ``conf/data/*.yaml``; ValueError names the key, its value and
-    what is allowed."""
+    """Read a corpus by the keys of ``conf/data/*.yaml``, each of which ``DataSettings`` validates;
+    ValueError names the key, its value and what is allowed."""
     if name not in NAMES:
         raise ValueError(f"data.name={name!r}: allowed are {', '.join(NAMES)}")
     if path is not None and name not in (*PUBLISHED, "file", "labelled"):
@@ -147,28 +147,23 @@ def load(
     needed = {"file": "FILE, a file or folder", "labelled": "FILE.csv or .jsonl"}
     if name in needed and not path:
         raise ValueError(f"data.path={path!r}: data={name} requires data.path={needed[name]}")
-    if fallback not in (None, "stdlib") or (fallback and name not in PUBLISHED):
+    if fallback and name not in PUBLISHED:
         raise ValueError(
             f"data.fallback={fallback!r}: allowed are null, and stdlib with "
             f"data={', '.join(PUBLISHED)}"
         )
-    if not 1 <= vocabulary <= 256:
-        raise ValueError(f"data.vocabulary={vocabulary!r}: allowed is an integer from 1 to 256")
     options = {"bytes": bytes, "distances": distances, "sequence": sequence, "seed": seed}
     options = {key: option for key, option in options.items() if option is not None}
     for key, option in options.items():
         supported = ONLY_OF.get(key, (*GENERATED, "listops"))
         if name not in supported:
             raise ValueError(f"data.{key}={option}: only allowed with data={', '.join(supported)}")
-    if options.get("bytes", 2) < 2:
-        raise ValueError(f"data.bytes={bytes}: allowed is an integer of at least 2")
-    if sequence is not None:
-        lengths = {"bytes": bytes or 0, "first_bytes": first_bytes or 0}
-        _check_sequence(sequence, vocabulary=vocabulary, lengths=lengths)
     if name in LABELLED:
         if (vocabulary, drop_newlines, first_bytes) != (256, False, None):
-            keys = "data.vocabulary=256, data.drop_newlines=false and data.first_bytes=null"
-            raise ValueError(f"data={name}: allowed are {keys}")
+            raise ValueError(
+                f"data={name}: allowed are data.vocabulary=256, data.drop_newlines=false and "
+                "data.first_bytes=null"
+            )
         return _load_texts(name, path, options, split=split, sha256=sha256)
     configured_name = name
     content, name, error = _read(name, path, fallback, options)
@@ -218,7 +213,7 @@ def _load_texts(
     """Return a corpus of labelled texts. Those of a file are shuffled, because files are often
     sorted by label."""
     if name == "listops":
-        texts, labels = listops(options.pop("bytes", 4_000_000), **options)
+        texts, labels = listops(**options)
         order = np.arange(len(texts))
     else:
         texts, labels = read_labelled(path)
@@ -259,28 +254,13 @@ def _file_name(path: str) -> str:
     return f"file:{printable}"
 
 
-def _check_sequence(sequence: int, *, vocabulary: int, lengths: dict[str, int]) -> None:
-    """Raise ValueError for a vocabulary without the newline before a sequence, and for ``lengths``,
-    by their keys of ``data``, that would cut a sequence."""
-    if vocabulary < 256:
-        allowed = f"allowed with data.sequence={sequence} is 256"
-        raise ValueError(f"data.vocabulary={vocabulary}: {allowed}")
-    for key, length in lengths.items():
-        if length % sequence:
-            allowed = f"allowed are multiples of data.sequence={sequence}"
-            raise ValueError(f"data.{key}={length}: {allowed}")
-
-
 def _read(
     name: str, path: str | None, fallback: str | None, options: dict
 ) -> tuple[np.ndarray, str, OSError | None]:
     """Return the bytes, the corpus's name, and if ``fallback`` was read, the error that made it
     necessary."""
     if name in GENERATED:
-        length = []
-        if "bytes" in options:
-            length = [options.pop("bytes")]
-        return GENERATED[name].stream(*length, **options), name, None
+        return GENERATED[name].stream(**options), name, None
     if name == "stdlib":
         return read_stdlib(), name, None
     if name == "file":
@@ -302,18 +282,17 @@ def _cut(
 ) -> list[np.ndarray]:
     """Train, valid and test as views of ``content``, in order, each of at least two sequences, of
     one byte or more."""
-    shares = [share for share in split if isinstance(share, float) and 0 < share < 1]
-    if not len(shares) == len(split) == len(SPLITS) or abs(sum(shares) - 1) > 1e-9:
+    if abs(sum(split) - 1) > 1e-9:
         raise ValueError(
-            f"data.split={split!r}: must be fractions above 0 for {', '.join(SPLITS)}, with a sum "
+            f"data.split={[*split]}: must be fractions above 0 for {', '.join(SPLITS)}, with a sum "
             "of 1"
         )
-    valid, test = (sequence * round(len(content) // sequence * share) for share in shares[1:])
+    valid, test = (sequence * round(len(content) // sequence * share) for share in split[1:])
     train = len(content) - valid - test
     if min(train, valid, test) < 2 * sequence:
         raise ValueError(
-            f"data.split={shares}: cuts {len(content):,} {unit} into {train}, {valid} and {test}, "
-            f"but each split needs at least {2 * sequence}; use a longer corpus"
+            f"data.split={[*split]}: cuts {len(content):,} {unit} into {train}, {valid} and "
+            f"{test}, but each split needs at least {2 * sequence}; use a longer corpus"
         )
     return np.split(content, [train, train + valid])
 
@@ -337,9 +316,7 @@ def _to_token_ids(
             )
     elif not dropped:
         return [torch.from_numpy(part) for part in parts], symbols
-    token_ids = bytearray(range(256))
-    for token_id, symbol in enumerate(symbols):
-        token_ids[symbol] = token_id
+    token_ids = bytes.maketrans(symbols, bytes(range(len(symbols))))
     # bytearray.translate needs no index tensor, which would take 8 bytes for each byte.
     translated = [bytearray(part).translate(token_ids, dropped) for part in parts]
     if min(map(len, translated)) < 2:

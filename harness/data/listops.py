@@ -8,6 +8,7 @@ the two in the middle, rounded down), SM the sum modulo 10. As in the paper, a l
 elements, of which each is a list with a probability of 1 / 4, down to a depth of 10. Of the lists
 so drawn, those of 100 to 500 bytes are kept."""
 
+import statistics
 from collections.abc import Iterator
 from itertools import count
 
@@ -20,25 +21,25 @@ ELEMENTS = 4  # numbers of elements of a list, from 2 on
 LISTS = 4  # one of so many elements is a list
 
 
-def median(elements: list[int]) -> int:
-    ordered = sorted(elements)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) // 2
+OPERATORS = {
+    "MIN": min,
+    "MAX": max,
+    "MED": lambda elements: int(statistics.median(elements)),
+    "SM": lambda elements: sum(elements) % 10,
+}
 
 
-OPERATORS = {"MIN": min, "MAX": max, "MED": median, "SM": lambda elements: sum(elements) % 10}
-
-
-def listops(n_bytes: int, *, seed: int = 0) -> tuple[list[bytes], list[str]]:
-    """Return texts of ``n_bytes`` bytes in all, or a little more, and their classes."""
+def listops(bytes: int = 4_000_000, *, seed: int = 0) -> tuple[list[bytes], list[str]]:
+    """Return texts of n ``bytes`` in all, or a little more, and their classes."""
     draws = _draws(seed)
     texts = []
     labels = []
-    while n_bytes > 0:
+    while bytes > 0:
         text, value = _draw_list(draws, depth=1)
         if SHORTEST <= len(text) <= LONGEST:
             texts.append(text.encode())
             labels.append(str(value))
-            n_bytes -= len(text) + 1
+            bytes -= len(text) + 1
     return texts, labels
 
 

@@ -28,19 +28,19 @@ DISTANCES = (23, 47, 71, 95)
 
 
 def recall_stream(
-    n_bytes: int = 1_000_000, *, distances: Sequence[int] = DISTANCES, seed: int = 0
+    bytes: int = 1_000_000, *, distances: Sequence[int] = DISTANCES, seed: int = 0
 ) -> np.ndarray:
-    """Return the first ``n_bytes`` bytes of the stream: uint8 ``[n_bytes]``. ValueError unless
-    ``distances`` has 1 to 16 integers from 1 to ``n_bytes - 1``."""
+    """Return the first n ``bytes`` of the stream: uint8 ``[n]``. ValueError unless ``distances``
+    has 1 to 16 integers from 1 to n - 1."""
     if not 1 <= len(distances) <= LETTERS or any(
-        type(d) is not int or not 1 <= d < n_bytes for d in distances
+        type(d) is not int or not 1 <= d < bytes for d in distances
     ):
         raise ValueError(
             f"data.distances={distances!r}: allowed are 1 to {LETTERS} integers from 1 to "
-            f"{n_bytes - 1}"
+            f"{bytes - 1}"
         )
-    position = np.arange(n_bytes)
-    random_letter = draw(seed, n_bytes, LETTERS)
+    position = np.arange(bytes)
+    random_letter = draw(seed, bytes, LETTERS)
     odd = position[1::2]
     source = position.copy()
     source[odd] = odd - np.array(distances)[random_letter[odd - 1] % len(distances)]

@@ -145,7 +145,7 @@ class GeneratedCorpus(NamedTuple):
     """Functions that define a generated corpus. A part is any slice of its bytes, uint8 ``[n]``.
 
     Attributes:
-        stream: ``stream(n_bytes, seed)`` returns the first bytes, uint8 ``[n_bytes]``; None for a
+        stream: ``stream(bytes=.., seed=..)`` returns the first n bytes, uint8 ``[n]``; None for a
         corpus that is read. floor_bits: ``floor_bits(part)`` is the lowest expected bits per byte
         of a causal model on the part's targets. answers: ``answers(part)`` returns, for each
         label, which bytes are determined by earlier ones: bool ``[n]``."""
@@ -163,8 +163,8 @@ def _skill(
     """Return a corpus of the bytes ``generate(n_bytes, seed)``, which may be more than ``n_bytes``.
     ``costs(part)`` are the bits that each byte of a part costs a model with the skill."""
 
-    def stream(n_bytes: int = 4_000_000, *, seed: int = 0) -> np.ndarray:
-        return np.frombuffer(generate(n_bytes, seed), np.uint8)[:n_bytes].copy()
+    def stream(bytes: int = 4_000_000, *, seed: int = 0) -> np.ndarray:
+        return np.frombuffer(generate(bytes, seed), np.uint8)[:bytes].copy()
 
     return GeneratedCorpus(stream, lambda part: float(costs(part)[1:].mean()), answers)
 

@@ -5,7 +5,6 @@ download is resumed."""
 
 import bz2
 import gzip
-import hashlib
 import http.client
 import lzma
 import os
@@ -26,6 +25,7 @@ import numpy as np
 
 from harness.cache import (
     cache_folder,
+    digest,
     file_lock,
     raise_storage_failure,
     user_path,
@@ -122,17 +122,12 @@ PINNED = frozenset(name for name, corpus in PUBLISHED.items() if corpus.sha256)
 """Names of the published corpora whose bytes are determined by a digest."""
 
 
-def digest(content: np.ndarray | bytes) -> str:
-    """Return SHA-256 as 64 hexadecimal digits."""
-    return hashlib.sha256(content).hexdigest()
-
-
 def read_published(name: str, path: str | None) -> np.ndarray:
     """Return the bytes of a published corpus from a file, or if ``path`` is None, from the cache or
     the author's site. ValueError names ``data.path`` if the bytes are not those of the corpus;
     OSError if it cannot be downloaded."""
     corpus = PUBLISHED[name]
-    download_name = PUBLISHED[name].part_of or name
+    download_name = corpus.part_of or name
     remedy = "remove it, and it will be downloaded again"
     if path:
         remedy = "data=file reads any file"

@@ -4,6 +4,7 @@ The order depends only on the split, the sizes, the seed and the step. A run the
 one integer, the step, and all variants read the same bytes."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -26,31 +27,31 @@ Segment = tuple[Tensor, ...]
 be scored. Of padded texts also their lengths ``[L]``, and targets and mask are ``[L, 1]``."""
 
 
+@dataclass
 class Batches:
     """An iterable of segments, with a length. Each segment is made when it is read, by
     ``make(position)``."""
 
-    def __init__(self, make: Callable[[int], Segment], positions: range):
-        self._make = make
-        self._positions = positions
+    make: Callable[[int], Segment]
+    positions: range
 
     def __len__(self) -> int:
-        return len(self._positions)
+        return len(self.positions)
 
     def __iter__(self) -> Iterator[Segment]:
-        return map(self._make, self._positions)
+        return map(self.make, self.positions)
 
 
+@dataclass
 class Rows:
     """Training batches of ``n`` independent rows of T bytes (``segment``), of which a step reads B
     (``streams``). In an epoch each row is read once, in an order drawn from seed and epoch."""
 
-    def __init__(self, n: int, *, streams: int, segment: int, seed: int):
-        self.n = n
-        self.streams = streams
-        self.segment = segment
-        self.seed = seed
-        self.bytes_per_step = streams * segment
+    n: int
+    _: KW_ONLY
+    streams: int
+    segment: int
+    seed: int
 
     def carried_bytes(self, step: int) -> int:
         """Return 0, because every row starts without state."""
@@ -58,17 +59,18 @@ class Rows:
 
     def size(self, step: int) -> tuple[int, int]:
         """Return the bytes of each row in a step, and of all."""
-        return self.segment, self.bytes_per_step
+        return self.segment, self.streams * self.segment
 
     def rows(self, step: int, shard: Shard = UNSHARDED) -> Tensor:
-        """Return which rows a shard reads in a step, counted from 0: int64 ``[B]``."""
+        """Return the ``row`` of each stream of a shard in a step, counted from 0: int64 ``[B]``."""
         indices = range(self.streams)[shard_slice(self.streams, shard)]
-        return torch.tensor([self.row(step * self.streams + index)[1] for index in indices])
+        rows = [self.row(step * self.streams + index) for index in indices]
+        return torch.tensor(rows, dtype=torch.int64)
 
-    def row(self, read: int) -> tuple[int, int]:
-        """Return the epoch and the row that follow ``read`` rows."""
+    def row(self, read: int) -> int:
+        """Return the row that follows ``read`` rows."""
         epoch, position = divmod(read, self.n)
-        return epoch, int(permutation(self.seed, epoch, self.n)[position])
+        return int(permutation(self.seed, epoch, self.n)[position])
 
 
 class Streams(Rows):
@@ -115,34 +117,27 @@ class Streams(Rows):
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a step, counted from 0, for the streams of ``shard``: int64
         ``[B, T]`` each."""
-        indices = range(self.streams)[shard_slice(self.streams, shard)]
+        indices = torch.arange(self.streams)[shard_slice(self.streams, shard)]
         if self.carry:
             epoch, epoch_step = divmod(step, self.steps_per_epoch)
-            offset = self._ring_offset(epoch)
-            starts = [
-                offset + index * self.stream_bytes + epoch_step * self.segment for index in indices
-            ]
+            first = self._ring_offset(epoch) + epoch_step * self.segment
+            starts = first + indices * self.stream_bytes
         elif self.order == "permutation":
-            starts = [self._window_start(step * self.streams + index) for index in indices]
+            starts = self.rows(step, shard)
         else:
-            n_starts = len(self.split) - self.segment
-            starts = [
-                int(draw) % n_starts for draw in integer_hash(_WINDOW, self.seed, step, indices)
-            ]
-        # [B, T + 1]
-        positions = torch.tensor(starts, dtype=torch.int64)[:, None] + torch.arange(
-            self.segment + 1
-        )
+            draws = integer_hash(_WINDOW, self.seed, step, indices)
+            n_starts = np.uint64(len(self.split) - self.segment)
+            starts = torch.from_numpy((draws % n_starts).astype(np.int64))
+        positions = starts[:, None] + torch.arange(self.segment + 1)  # [B, T + 1]
         tokens = self.split[positions % len(self.split)].long()
         return tokens[:, :-1], tokens[:, 1:]
 
     def _ring_offset(self, epoch: int) -> int:
         return int(integer_hash(_RING, self.seed, epoch)[0]) % len(self.split)
 
-    def _window_start(self, read: int) -> int:
-        """Return where the window begins that follows ``read`` windows."""
-        epoch, window = self.row(read)
-        return self._ring_offset(epoch) + window * self.segment
+    def row(self, read: int) -> int:
+        """Return where the window begins that follows ``read`` windows of a permutation."""
+        return self._ring_offset(read // self.n) + super().row(read) * self.segment
 
 
 @lru_cache(maxsize=2)  # a step may read the end of one epoch and the beginning of the next

@@ -46,9 +46,9 @@ _LEXICON = 1
 _TEXT = 2
 
 
-def synthetic_text(n_bytes: int = 1_000_000, *, seed: int = 0) -> np.ndarray:
-    """Return the first ``n_bytes`` bytes of the text of a seed, uint8 ``[n_bytes]``. All seeds use
-    the same lexicon."""
+def synthetic_text(bytes: int = 1_000_000, *, seed: int = 0) -> np.ndarray:
+    """Return the first n ``bytes`` of the text of a seed, uint8 ``[n]``. All seeds use the same
+    lexicon."""
     words = _lexicon()
     numbers = [str(number).encode() for number in range(10_000)]
     pieces = [
@@ -57,7 +57,7 @@ def synthetic_text(n_bytes: int = 1_000_000, *, seed: int = 0) -> np.ndarray:
         *numbers,
         *(gap.encode() for gap in GAPS),
     ]
-    index = np.arange(n_bytes // 2 + 1)  # a word and the gap after it have at least two bytes
+    index = np.arange(bytes // 2 + 1)  # a word and the gap after it have at least two bytes
 
     def draw(key: int, choices: int | np.ndarray) -> np.ndarray:
         return (integer_hash(_TEXT, seed, key, index) % np.asarray(choices, np.uint64)).astype(
@@ -72,8 +72,8 @@ def synthetic_text(n_bytes: int = 1_000_000, *, seed: int = 0) -> np.ndarray:
     gap = len(pieces) - len(GAPS) + draw(5, len(GAPS))
     order = np.stack([np.where(form == 0, number, word), gap], axis=1).ravel().tolist()
     ends = np.cumsum([len(pieces[piece]) for piece in order])
-    text = b"".join(pieces[piece] for piece in order[: np.searchsorted(ends, n_bytes) + 1])
-    return np.frombuffer(bytearray(text[:n_bytes]), np.uint8)
+    text = b"".join(pieces[piece] for piece in order[: np.searchsorted(ends, bytes) + 1])
+    return np.frombuffer(bytearray(text[:bytes]), np.uint8)
 
 
 def _lexicon() -> list[bytes]:
