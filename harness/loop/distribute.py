@@ -17,12 +17,9 @@ def distribute(
     from harness.device.distributed_parameters import DistributedParameters  # late: slow to import
 
     processes.broadcast_from_main_(model)
-    distributed = DistributedParameters(
+    optimizers.distributed = DistributedParameters(
         model, processes, model.residuals(), ignored=unsharded_parameters(model), shard=shard
     )
-    optimizers.distributed = distributed
-    if distributed.dtensors:
-        optimizers.sharded_parameters = distributed
 
 
 def unsharded_parameters(model: LanguageModel) -> set[nn.Parameter]:

@@ -32,10 +32,11 @@ from harness.record.closing_table import data_label
 from harness.record.display import Display, job_label
 from harness.record.folder import identity_of, read_provenance
 from harness.record.rows import RECORD, read_accepted_rows
+from harness.record.schema import flatten
 
 SMALL_CORPUS = 100_000  # bytes of a user's file, below which a line warns
 WARM_UP_BYTES = 16  # largest segment of the warm-up step
-KEYS_THAT_MAY_DIFFER = (
+MAY_DIFFER = (
     "dropout",
     "embedding_dropout",
     "embedding_std",
@@ -50,27 +51,28 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
     mistake."""
     with processes.fail_together():
         plan = make_plan(cfg)
-    with Display(label=_label(plan) if processes.is_main else None) as display:
+    label = ""
+    if plan.sweeping:
+        label = job_label(job_number())
+    with Display(label=label if processes.is_main else None) as display:
         return _prepare(plan, display, command=command, processes=processes)
 
 
 def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGroup) -> Run:
     display.phase("reading the corpus")
     with processes.fail_together():
-        corpus = corpora.load(**plan.data)
-    if plan.data["path"] and corpus.n_bytes < SMALL_CORPUS:
+        corpus = corpora.load(**vars(plan.data))
+    if plan.data.path and corpus.n_bytes < SMALL_CORPUS:
         note(f"WARNING: data.path has only {corpus.n_bytes:,} bytes; scores of so few say little")
     if plan.objective.name == "classify":
         _warn_of_cut_texts(plan, corpus)
-    common = {"command": command, "processes": processes, "display": display}
     run_folder = processes.on_main(lambda: _run_folder(plan, data_digest=corpus.sha256))
+    run = Run(plan=plan, folder=run_folder, command=command, processes=processes, display=display)
     if run_folder.summary:
-        return Run(plan, run_folder, None, **common)
+        return run
     display.phase("checking the mechanism")
-    text = corpus.splits["train"]
-    plan = dataclasses.replace(
-        plan, admission=processes.on_main(lambda: admission(plan, text=text))
-    )
+    admitted = processes.on_main(lambda: admission(plan, text=corpus.splits["train"]))
+    plan = dataclasses.replace(plan, admission=admitted)
     provenance = {"variant": plan.variant, "seed": plan.seed, "command": command}
     with record_errors(plan, run_folder, provenance, processes):
         with processes.fail_together():
@@ -96,7 +98,7 @@ def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGr
             pretrained = initialise(trainer)
         plan = dataclasses.replace(plan, pretrained=pretrained)
         trainer.plan = plan
-        return Run(plan, run_folder, trainer, peak=peak, **common)
+        return dataclasses.replace(run, plan=plan, trainer=trainer, peak_meter=peak)
 
 
 def _warn_of_cut_texts(plan: Plan, corpus: corpora.Corpus) -> None:
@@ -109,13 +111,6 @@ def _warn_of_cut_texts(plan: Plan, corpus: corpora.Corpus) -> None:
         )
 
 
-def _label(plan: Plan) -> str | None:
-    """Return the ``label`` of the run's display."""
-    if plan.sweeping:
-        return job_label(job_number())
-    return ""
-
-
 def make_plan(cfg: DictConfig) -> Plan:
     """Return the plan of a configuration. ``auto`` is resolved in ``runtime.precision`` and
     ``runtime.compile``, and in ``Plan.config`` as well, which identifies the run. ValueError
@@ -125,12 +120,9 @@ def make_plan(cfg: DictConfig) -> Plan:
     runtime = plan.runtime
     if plan.objective.name == "classify" and runtime.compile == "auto":
         runtime = dataclasses.replace(runtime, compile=False)
-    resolved = resolve_auto(runtime)
-    section = plan.config["runtime"] | {
-        "precision": resolved.precision,
-        "compile": resolved.compile,
-    }
-    return dataclasses.replace(plan, runtime=resolved, config=plan.config | {"runtime": section})
+    runtime = resolve_auto(runtime)
+    config = plan.config | {"runtime": vars(runtime)}
+    return dataclasses.replace(plan, runtime=runtime, config=config)
 
 
 def _check_name(plan: Plan, *, typed: bool) -> None:
@@ -189,16 +181,16 @@ def initialise(trainer: Trainer) -> dict:
                 f"init_from.run={path}: its checkpoint or its {RECORD} is not what this code wrote "
                 f"({type(error).__name__}: {error}); allowed is the folder of a run"
             ) from error
-    pretrained = {name: provenance[name] for name in ("variant", "data")}
-    earlier = provenance.get("pretrained") or {}
-    pretrained["bytes_seen"] = content["spent"]["bytes"] + earlier.get("bytes_seen", 0)
+    pretrained = {"variant": provenance["variant"], "data": provenance["data"]}
     present = {"variant": trainer.plan.variant, "data": trainer.corpus.provenance()}
-    if any(pretrained[name] != present[name] for name in present):
+    if pretrained != present:
         before, after = (
             f"{each['variant']} on {data_label(each['data'])}" for each in (pretrained, present)
         )
         note(f"WARNING: init_from.run={path}: trained {before}; this run trains {after}")
-    return pretrained
+    earlier = provenance.get("pretrained") or {}
+    bytes_seen = content["spent"]["bytes"] + earlier.get("bytes_seen", 0)
+    return pretrained | {"bytes_seen": bytes_seen}
 
 
 def _read_initial(path: Path) -> tuple[dict, dict]:
@@ -220,11 +212,11 @@ def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
     unit = plan.budget.unit
     restore = plan.init_from.restore
     everything = restore == "everything"
-    if everything and content["spent"][unit] >= plan.budget.amount:
+    spent = content["spent"][unit]
+    if everything and spent >= plan.budget.amount:
         raise ValueError(
-            f"budget.{unit}={plan.budget.amount}: {label} has spent {content['spent'][unit]} "
-            "already; allowed with init_from.restore=everything is more than "
-            f"{content['spent'][unit]}"
+            f"budget.{unit}={plan.budget.amount}: {label} has spent {spent} already; allowed with "
+            f"init_from.restore=everything is more than {spent}"
         )
     if not everything:
         if plan.objective.name == "classify":
@@ -248,8 +240,9 @@ def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
                 "param_groups"
             ]
         trainer.load_checkpoint(content, restore="everything")
-        spent = trainer.state.spent
-        trainer.state.validated = Validated(bytes=spent.bytes, fraction=trainer.fraction)
+        trainer.state.validated = Validated(
+            bytes=trainer.state.spent.bytes, fraction=trainer.fraction
+        )
 
 
 def _with_new_head(model: LanguageModel, weights: dict) -> dict:
@@ -262,24 +255,21 @@ def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:
     """Return settings that must be equal, by key. ``everything`` adds those of data, batches and
     optimizers."""
     config = row["config"]
-    compared = {
-        f"model.{key}": config["model"][key]
-        for key in config["model"]
-        if key not in KEYS_THAT_MAY_DIFFER
-    }
-    compared |= {f"position.{key}": setting for key, setting in config["position"].items()}
+    model = {key: config["model"][key] for key in config["model"] if key not in MAY_DIFFER}
     objective = config.get("objective", OLD_OBJECTIVE)
-    compared["objective.direction"] = objective["direction"]
+    compared = {
+        "model": model,
+        "position": config["position"],
+        "objective": {"direction": objective["direction"]},
+    }
     if everything:
+        batch = {"order": "random"} | config["batch"]  # older rows lack the order
         compared |= {
-            f"batch.{key}": config["batch"][key] for key in ("streams", "segment", "carry")
-        }
-        compared |= {f"objective.{key}": setting for key, setting in objective.items()}
-        compared |= {
-            "batch.order": config["batch"].get("order", "random"),  # older rows lack it
+            "objective": objective,
+            "batch": {key: batch[key] for key in ("streams", "segment", "carry", "order")},
             "seed": config["seed"],
-            "data.sha256": row["data"]["sha256"],
+            "data": {"sha256": row["data"]["sha256"]},
         }
         for group in row["optimizers"]:
             compared[f"optim {group['name']}"] = (group["optimizer"], group["parameters"])
-    return compared
+    return flatten(compared)

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import yaml
 
@@ -72,30 +72,22 @@ def record_errors(
             raise out_of_memory from error
 
 
+@dataclass(kw_only=True)
 class Run:
     """One run. If it has several processes, only the main one locks the folder and writes.
     ``trainer`` is None if an earlier command has finished the run."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        folder: RunFolder,
-        trainer: Trainer | None,
-        *,
-        command: str,
-        processes: ProcessGroup,
-        display: Display,
-        peak: PeakMemory | None = None,
-    ):
-        self.plan = plan
-        self.folder = folder
-        self.trainer = trainer
-        self.command = command
-        self.stop_signal = StopSignal(single_process=processes.world_size == 1)
-        self._processes = processes
-        self._is_main = processes.is_main
-        self._display = display
-        self._peak_meter = peak
+    plan: Plan
+    folder: RunFolder
+    command: str
+    processes: ProcessGroup
+    display: Display
+    trainer: Trainer | None = None
+    peak_meter: PeakMemory | None = None
+
+    def __post_init__(self):
+        self.stop_signal = StopSignal(single_process=self.processes.world_size == 1)
+        self._is_main = self.processes.is_main
         self._saved_at = self._printed_at = time.monotonic()
         self._save_by_clock = False
         self._steps_of_command = 0
@@ -103,7 +95,7 @@ class Run:
     def return_finished(self) -> float | None:
         """Print the scores of the run that an earlier command has finished, and return its bits
         per byte on valid."""
-        self._display.stop()
+        self.display.stop()
         print(f"finished before: {self.folder.path} (force=true runs it again)")
         # a trial of W&B's agent, which needs a score
         if "WANDB_SWEEP_ID" in os.environ and self._is_main:
@@ -116,8 +108,8 @@ class Run:
     def lock_folder(self) -> bool:
         """Lock the run folder. Return False if another process has finished the run in the
         meantime."""
-        with self._display:
-            self.folder.summary, self.folder.checkpoint = self._processes.on_main(self.folder.lock)
+        with self.display:
+            self.folder.summary, self.folder.checkpoint = self.processes.on_main(self.folder.lock)
         if self.folder.summary:
             self.folder.unlock()
         return not self.folder.summary
@@ -130,19 +122,19 @@ class Run:
         trainer = self.trainer
         with ExitStack() as stack:
             stack.callback(self.folder.unlock)
-            stack.callback(self._display.stop)
+            stack.callback(self.display.stop)
             origin = summary.run_origin(trainer, self.folder.identity, command=self.command)
-            stack.enter_context(record_errors(plan, self.folder, to_json(origin), self._processes))
+            stack.enter_context(record_errors(plan, self.folder, to_json(origin), self.processes))
             is_resumed = self._restore()
             task = "training"
             if is_resumed:
                 task = f"resuming at {trainer.state.spent.bytes:,} bytes"
             device = f"{origin.device}, {trainer.backend}, {trainer.runtime.precision}"
             device += ", compiled" if trainer.runtime.compile else ""
-            self._display.print(
+            self.display.print(
                 f"{task}: {self.folder.path}  |  {data_label(origin.data)}  |  {device}"
             )
-            self._processes.on_main(lambda: self._open_files(stack, origin, is_resumed))
+            self.processes.on_main(lambda: self._open_files(stack, origin, is_resumed))
             yield
 
     def _open_files(self, stack: ExitStack, origin: RunOrigin, is_resumed: bool) -> None:
@@ -150,7 +142,6 @@ class Run:
         plan = self.plan
         path = self.folder.path
         state = self.trainer.state
-        config = to_json(plan.config)  # turns integer keys, which are layers, into text
         write_atomically(path / CONFIG, yaml.safe_dump(plan.config, sort_keys=False).encode())
         self._record = Record(path, rows=state.rows, sha256=state.sha256)
         self._wandb = stack.enter_context(
@@ -159,13 +150,12 @@ class Run:
         if is_resumed:
             self._wandb.resume(read_rows(path / RECORD))
         else:
-            self.append(Provenance(kind="provenance", **vars(origin), config=config))
+            self.append(Provenance(kind="provenance", **vars(origin), config=plan.config))
 
     def _wandb_run(self, corpus: str, *, id: str | None) -> WandbRun:
         plan = self.plan
-        name = self.folder.path.name
         settings = vars(plan.record.wandb) | {
-            "name": name,
+            "name": self.folder.path.name,
             "tags": (*plan.record.wandb.tags, plan.variant, corpus),
             "job_type": plan.purpose,
             "config": to_json(plan.config),
@@ -180,8 +170,8 @@ class Run:
             self.folder.remove_outdated()
         if self.folder.checkpoint is None:
             return False
-        content = self._processes.on_main(self._read_checkpoint)
-        with self._processes.fail_together():
+        content = self.processes.on_main(self._read_checkpoint)
+        with self.processes.fail_together():
             self.trainer.load_checkpoint(content)
         return True
 
@@ -195,7 +185,7 @@ class Run:
 
     def print(self, line: str) -> None:
         """Print a line, in a sweep with the run's name."""
-        self._display.print(f"{self.folder.path.name}: {line}" if self.plan.sweeping else line)
+        self.display.print(f"{self.folder.path.name}: {line}" if self.plan.sweeping else line)
 
     def append(self, row: object) -> None:
         """Write a row to the record and to W&B. A train row is shown behind the bar. Without a bar
@@ -208,9 +198,9 @@ class Run:
         if row["kind"] != "train":
             return
         speed = f"{row['clock']['bytes_per_second']:,.0f} bytes/s"
-        self._display.note(f"{self._score_text(row['bits_per_byte'])}, {speed}")
+        self.display.note(f"{self._score_text(row['bits_per_byte'])}, {speed}")
         waited = time.monotonic() - self._printed_at
-        if not self._display.is_shown and waited >= self.plan.record.progress_seconds:
+        if not self.display.is_shown and waited >= self.plan.record.progress_seconds:
             self._printed_at = time.monotonic()
             steps = self.plan.record.every_steps
             fraction = self.trainer.fraction
@@ -225,20 +215,20 @@ class Run:
         """Make one training step. Processes agree on stop signals, and on checkpoints by the
         main process's clock."""
         if self._steps_of_command == 0 and self.plan.runtime.compile:
-            self._display.phase("compiling the model")
+            self.display.phase("compiling the model")
         self.trainer.step()
         save_due = time.monotonic() - self._saved_at >= (
             self.plan.checkpoint.every_seconds or math.inf
         )
         signals, saves_due = zip(
-            *self._processes.all_gather((self.stop_signal.received_signal, save_due)), strict=True
+            *self.processes.all_gather((self.stop_signal.received_signal, save_due)), strict=True
         )
         self.stop_signal.shared_signal = max(signals)
         self._save_by_clock = saves_due[0]
         self._steps_of_command += 1
-        self._display.advance(self.trainer.fraction)
+        self.display.advance(self.trainer.fraction)
         if self._steps_of_command == WARM_UP_STEPS:
-            self._peak_meter.reset()
+            self.peak_meter.reset()
 
     def validation_due(self) -> bool:
         """Return whether another ``eval.every`` of the budget is spent, and enough bytes since the
@@ -263,14 +253,14 @@ class Run:
         comparable."""
         trainer = self.trainer
         objective = trainer.objective
-        state = self.trainer.state
+        state = trainer.state
         split = objective.selection_part()
         max_pairs = min(len(split), self.plan.eval.bytes or math.inf) - 1
         trained_bytes = state.spent.bytes - state.validated.bytes
         size = state.validated.size or max(
             1, min(max_pairs, trained_bytes // TRAINED_BYTES_PER_SCORED_BYTE)
         )
-        self._display.phase("scoring a sample of valid")
+        self.display.phase("scoring a sample of valid")
         with self._outside_training_peak():
             trainer.check_weights()
             with trainer.whole_parameters():
@@ -295,27 +285,27 @@ class Run:
             # The first weights are saved even with a score of NaN, because the final scores need
             # weights.
             if score.bits_per_byte < state.best_bits or state.best_bits == math.inf:
-                if score.bits_per_byte < math.inf:
-                    state.best_bits = score.bits_per_byte
+                # beside NaN, min returns its first argument
+                state.best_bits = min(state.best_bits, score.bits_per_byte)
                 self._save_best()
 
     def _save_best(self) -> None:
         weights = full_tensors(self.trainer.model.state_dict(), keep=self._is_main)
         n_bytes = self.trainer.state.spent.bytes
         content = {"model": weights, "bytes": n_bytes, "identity": vars(self.folder.identity)}
-        self._processes.on_main(lambda: checkpoint.save_best(self.folder.path, content))
+        self.processes.on_main(lambda: checkpoint.save_best(self.folder.path, content))
 
     @contextmanager
     def _outside_training_peak(self) -> Iterator[None]:
         """Context whose memory does not count towards the peak of training."""
         state = self.trainer.state
-        state.peak = state.peak.maximum(self._peak_meter.read())
+        state.peak = state.peak.maximum(self.peak_meter.read())
         yield
-        self._peak_meter.reset()
+        self.peak_meter.reset()
 
     def _over_processes(self, peak: Peak) -> Peak:
         """Return the maximum of all processes' peaks."""
-        return functools.reduce(Peak.maximum, self._processes.all_gather(peak, long_wait=True))
+        return functools.reduce(Peak.maximum, self.processes.all_gather(peak, long_wait=True))
 
     def checkpoint_due(self) -> bool:
         """Return whether ``checkpoint.every_steps`` or ``checkpoint.every_seconds`` asks for a
@@ -333,19 +323,16 @@ class Run:
             else nullcontext()
         ):
             state = self.trainer.state
-            with self._processes.fail_together():
-                if self._is_main:
-                    state.rows, state.sha256 = self._record.flush()
-                    state.wandb_id = self._wandb.id
+            state.rows, state.sha256, state.wandb_id = self.processes.on_main(
+                lambda: (*self._record.flush(), self._wandb.id)
+            )
             self.trainer.check_weights()
-            content = state.to_checkpoint(self._processes) | {
-                "identity": vars(self.folder.identity)
-            }
-            with self._processes.fail_together():
-                if self._is_main:
-                    step = state.spent.steps
-                    keep = self.plan.checkpoint.keep
-                    checkpoint.save(self.folder.path, content, step=step, keep=keep)
+            content = state.to_checkpoint(self.processes) | {"identity": vars(self.folder.identity)}
+            step = state.spent.steps
+            keep = self.plan.checkpoint.keep
+            self.processes.on_main(
+                lambda: checkpoint.save(self.folder.path, content, step=step, keep=keep)
+            )
         self._saved_at = time.monotonic()
 
     def exit_by_signal(self) -> None:
@@ -364,32 +351,33 @@ class Run:
         the summary."""
         trainer = self.trainer
         self.validate()
-        best = self._processes.on_main(
+        best = self.processes.on_main(
             lambda: checkpoint.load_best(self.folder.path, vars(self.folder.identity))
         )
         # before the costs, because FLOPs depend on the weights
         trainer.load_checkpoint(best, restore="weights")
-        self._display.phase("counting FLOPs")
+        self.display.phase("counting FLOPs")
         costs = summary.costs(trainer, peak=self._over_processes(trainer.state.peak))
         finals = []
         objective = trainer.objective
         for split in objective.splits:
-            self._display.phase(f"scoring {split}, checking what is read")
+            self.display.phase(f"scoring {split}, checking what is read")
             finals.append(summary.final_score(trainer, split))
-        for final in finals:
-            self.append(final)
-        self._display.phase("scoring compressors")
+            self.append(finals[-1])
+        self.display.phase("scoring compressors")
         failed = [final for final in finals if final.check == objective.failed]
         for final in failed:
-            reason = f"{objective.failed.upper()}: {objective.explain(vars(final))}"
-            self.print(f"final {final.kind}: {reason}; no table compares this run")
+            self.print(
+                f"final {final.kind}: {objective.failed.upper()}: "
+                f"{objective.explain(vars(final))}; no table compares this run"
+            )
         scores = {
             f"{final.kind}_{key}": entry
             for final in finals
             for key, entry in vars(final).items()
             if hasattr(Summary, f"{final.kind}_{key}")
         }
-        inference = self._over_processes(self._peak_meter.read())
+        inference = self._over_processes(self.peak_meter.read())
         # What earlier jobs of this process have left would count in a process's memory.
         unknown = inference.approximate and self.plan.sweeping
         memory = replace(costs.memory, inference_peak_bytes=None if unknown else inference.bytes)

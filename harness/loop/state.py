@@ -14,11 +14,16 @@ from harness.count.memory import Peak
 from harness.data.streams import shard_slice
 from harness.device.full_tensors import full_tensors, is_dtensor
 from harness.device.processes import ProcessGroup
+from harness.device.runtime import Runtime
 from harness.device.seeds import seed_rank
 from harness.model import LanguageModel
 from harness.optim.budget import Spent
 from harness.optim.optimizers import Optimizers
+from harness.plan.build import Plan
 from variants.contract import State, cat_streams, map_state
+
+ONLY_OF_RUN = ("nats", "steps", "best_bits", "rows", "sha256", "wandb_id")
+"""Fields of ``TrainState`` that only the run itself continues, not a longer training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +65,10 @@ class TrainState:
             "spent": vars(self.spent),
             "last": vars(self.last_step),
             "compile_seconds": self.compile_seconds,
-            "nats": self.nats,
-            "steps": self.steps,
             "validated": vars(self.validated),
-            "best_bits": self.best_bits,
             "peak": tuple(self.peak),
-            "rows": self.rows,
-            "sha256": self.sha256,
-            "wandb_id": self.wandb_id,
             "random": random_state(),
+            **{name: getattr(self, name) for name in ONLY_OF_RUN},
         }
         if processes.world_size == 1:
             return content
@@ -79,24 +79,23 @@ class TrainState:
     def load_checkpoint(
         self,
         content: dict,
-        processes: ProcessGroup,
+        plan: Plan,
+        runtime: Runtime,
         *,
         restore: Literal["weights", "everything", "run"],
-        source: str,
-        device: torch.device,
-        seed: int,
     ) -> None:
         """Continue from the ``content`` of a checkpoint, which another number of processes may have
-        saved; then processes draw random numbers from ``seed``. ``restore`` takes weights only,
-        everything that a longer training needs, or what the run itself needs. ValueError,
-        beginning with ``source``, for another model."""
-        load_weights(self.model, content["model"], source=source)
+        saved; then processes draw random numbers from the plan's seed. ``restore`` takes weights
+        only, everything that a longer training needs, or what the run itself needs. ValueError,
+        beginning with ``init_from.run``, for another model."""
+        processes = runtime.processes
+        load_weights(self.model, content["model"], source=f"init_from.run={plan.init_from.run}")
         if restore == "weights":
             return
         self.optimizers.load_state_dict(content["optimizers"])
 
         def share(tensor: Tensor) -> Tensor:
-            return tensor[shard_slice(len(tensor), processes.shard)].to(device)
+            return tensor[shard_slice(len(tensor), processes.shard)].to(runtime.device)
 
         self.carried = map_state(share, content["state"])
         self.spent = Spent(**content["spent"])
@@ -106,11 +105,11 @@ class TrainState:
         if len(random_states) == processes.world_size:
             set_random_state(random_states[processes.rank])
         else:
-            seed_rank(seed, step=self.spent.steps, rank=processes.rank)
+            seed_rank(plan.seed, step=self.spent.steps, rank=processes.rank)
         if restore == "run":
             self.peak = Peak(*content.get("peak", self.peak))  # older checkpoints have none
             self.validated = Validated(**content["validated"])
-            for name in ("nats", "steps", "best_bits", "rows", "sha256", "wandb_id"):
+            for name in ONLY_OF_RUN:
                 setattr(self, name, content[name])
 
 
@@ -155,7 +154,7 @@ def random_state() -> dict[str, object]:
 def set_random_state(state: dict[str, object]) -> None:
     """Restore what ``random_state`` returned."""
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and state.get("accelerator") is not None:
+    if torch.cuda.is_available() and state["accelerator"] is not None:
         torch.cuda.set_rng_state(state["accelerator"])
     random.setstate(state["python"])
     numpy.random.set_state(tuple(state["numpy"]))

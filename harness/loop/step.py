@@ -41,9 +41,7 @@ def train_step(
         valid: the numbers of tokens that are no padding, int64 ``[B]``.
         fraction: the spent fraction of the budget, for the schedule."""
     processes = runtime.processes
-    distributed = None
-    if optimizers:
-        distributed = optimizers.distributed
+    distributed = optimizers and optimizers.distributed
     forward = forward or runtime.forward(model)
     model.train()
     nats = 0.0

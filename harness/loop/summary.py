@@ -93,11 +93,9 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
     with trainer.runtime.autocast(), trainer.whole_parameters():
         max_bytes = trainer.plan.model.span + 4 * segment
         e = trainer.plan.eval
-        sizes = {"selection_bytes": e.selection_bytes, "limit": e.bytes}
-        text = trainer.corpus.scored_part("valid", **sizes)
+        text = trainer.corpus.scored_part("valid", selection_bytes=e.selection_bytes, limit=e.bytes)
         executed = forward_flops_per_byte(model, segment=segment, max_bytes=max_bytes, text=text)
     progress = trainer.progress()
-    carries_state = trainer.plan.objective.predicts_next
     return Costs(
         bytes_seen=progress["bytes_seen"],
         epochs=progress["epochs"],
@@ -119,7 +117,7 @@ def costs(trainer: Trainer, *, peak: Peak) -> Costs:
             parameter_bytes=tensor_bytes(parameters),
             gradient_bytes=trainer.optimizers.gradient_bytes,
             optimizer_bytes=optimizer_bytes(trainer.optimizers.optimizers.values()),
-            state_bytes=executed.state_bytes if carries_state else 0,
+            state_bytes=executed.state_bytes if trainer.plan.objective.predicts_next else 0,
         ),
     )
 
@@ -159,8 +157,9 @@ def compressors(trainer: Trainer) -> dict[str, dict[str, float]]:
 def parameters(model: LanguageModel) -> Parameters:
     """Return the numbers of a model's parameters."""
     sizes = model.parameters_by_sublayer()
-    touched = model.touched_parameters()
-    return Parameters(total=sum(sizes.values()), touched=touched, by_sublayer=sizes)
+    return Parameters(
+        total=sum(sizes.values()), touched=model.touched_parameters(), by_sublayer=sizes
+    )
 
 
 def spans(metrics: dict) -> Spans | None:

@@ -54,10 +54,8 @@ class Trainer:
         _ = self.backend, self.evaluation_backend  # raise ValueError if one is impossible
         first_step = Spent(bytes=self.stream.size(0)[1], steps=1, flops=self._step_flops(0))
         self.state = TrainState(model=self.model, optimizers=self.optimizers, last_step=first_step)
-        self._learning_rate = 0.0  # of the last step
         # Only with a budget in seconds does the host wait for each step on a device.
         self._budget_in_seconds = plan.budget.unit == "seconds"
-        self._steps_run_ahead = runtime.is_asynchronous and not self._budget_in_seconds
         self._batches_on_device: dict[int, tuple[Tensor, ...]] = {}  # by step
         self._losses_on_device: list[Tensor] = []  # of steps since the last train row
         # Steps that may have diverged: the function that reads whether one did, its index and
@@ -115,11 +113,9 @@ class Trainer:
                 fraction=middle,
                 accumulate=self.plan.batch.accumulate,
             )
-        self._learning_rate = self.optimizers.lr * self.optimizers.schedule.factor(
-            middle, step=index
-        )
+        optimizers = self.optimizers
         self._unchecked_steps.append(
-            (self.runtime.to_host(self.optimizers.found_inf), index, self._learning_rate)
+            (self.runtime.to_host(optimizers.found_inf), index, optimizers.learning_rate)
         )
         self._check_steps(skip_last=1)
         state.carried = None
@@ -190,7 +186,7 @@ class Trainer:
         finished steps."""
         if not self._losses_on_device:
             return
-        if self._steps_run_ahead:
+        if not self._budget_in_seconds:
             began = time.perf_counter()
             self.runtime.synchronise()
             self.state.spent += Spent(seconds=time.perf_counter() - began)
@@ -226,7 +222,7 @@ class Trainer:
             kind="train",
             **progress,
             bits_per_byte=nats / math.log(2),
-            learning_rate=self._learning_rate,
+            learning_rate=self.optimizers.learning_rate,
             ideal_flops_per_byte=self.model.ideal_flops(text=self.objective.scored_segment),
             metrics=self.model.metrics({}),
         )
@@ -243,15 +239,14 @@ class Trainer:
         b = self.plan.batch
         n_processes = self.runtime.processes.world_size
         if b.streams % n_processes:
-            allowed = f"allowed are multiples of {n_processes}"
-            raise ValueError(f"batch.streams={b.streams}: with {n_processes} processes, {allowed}")
-        if b.accumulate > b.streams // n_processes:
-            share = (
-                f"each of {n_processes} processes has {b.streams // n_processes} of "
-                f"batch.streams={b.streams}"
-            )
             raise ValueError(
-                f"batch.accumulate={b.accumulate}: {share}; allowed is at most "
+                f"batch.streams={b.streams}: with {n_processes} processes, allowed are multiples "
+                f"of {n_processes}"
+            )
+        if b.accumulate > b.streams // n_processes:
+            raise ValueError(
+                f"batch.accumulate={b.accumulate}: each of {n_processes} processes has "
+                f"{b.streams // n_processes} of batch.streams={b.streams}; allowed is at most "
                 f"{b.streams // n_processes}"
             )
         for name, optimizer in self.optimizers.optimizers.items():
@@ -284,14 +279,7 @@ class Trainer:
 
     def load_checkpoint(self, content: dict, *, restore: str = "run") -> None:
         """Continue from the ``content`` of a checkpoint; see ``TrainState.load_checkpoint``."""
-        self.state.load_checkpoint(
-            content,
-            self.runtime.processes,
-            restore=restore,
-            source=f"init_from.run={self.plan.init_from.run}",
-            device=self.runtime.device,
-            seed=self.plan.seed,
-        )
+        self.state.load_checkpoint(content, self.plan, self.runtime, restore=restore)
 
 
 def backend_of(model: LanguageModel, runtime: Runtime, *, training: bool = True) -> str:
