@@ -19,6 +19,7 @@ from variants.contract import (
     LayerContext,
     NeededFlops,
     State,
+    Stats,
     Sublayer,
     SublayerOutput,
     set_shapes,
@@ -37,8 +38,7 @@ class ModelOut(NamedTuple):
     logits: Tensor  # [B, T, V], or [B, V] of a pooled model, float32 or float64
     state: State  # input state of the next segment of the same streams
     loss: Tensor  # sum of the sublayers' auxiliary losses, scalar, nats per byte
-    # statistics of each sublayer; empty unless ``collect_stats``
-    stats: dict[str, dict[str, Tensor]]
+    stats: dict[str, Stats]  # of each sublayer; empty unless ``collect_stats``
 
 
 class Residual(nn.Module):
@@ -241,7 +241,8 @@ class LanguageModel(nn.Module):
         inspections = {}
 
         def inspect_input(name: str, module: Sublayer, inputs: tuple) -> None:
-            inspections[name] = module.inspect(inputs[0])
+            if (inspection := module.inspect(inputs[0])) is not None:
+                inspections[name] = inspection
 
         with ExitStack() as hooks:
             for name, sublayer in self.sublayers():
@@ -249,9 +250,7 @@ class LanguageModel(nn.Module):
                     sublayer.register_forward_pre_hook(partial(inspect_input, name))
                 )
             logits = self(tokens).logits
-        return logits, {
-            name: inspection for name, inspection in inspections.items() if inspection is not None
-        }
+        return logits, inspections
 
     def trim(self, state: State) -> State:
         """Return the part of a state that the next forward pass needs; a compiled forward pass may
@@ -268,7 +267,7 @@ class LanguageModel(nn.Module):
             sublayer.project_()
         set_shapes(self)
 
-    def metrics(self, stats: dict[str, dict[str, Tensor]]) -> dict[str, float | list[float]]:
+    def metrics(self, stats: dict[str, Stats]) -> dict[str, float | list[float]]:
         """Return metrics from summed statistics, such as ``layers.0.attention.span``: numbers, or
         lists of a number per head."""
         return {
@@ -293,11 +292,10 @@ class LanguageModel(nn.Module):
         bytes_per_use = segment if self.pooled else 1
         head = 2 * self.head.weight.numel() / bytes_per_use
         needed = [NeededFlops.of_products(head)]
-        for _, sublayer in self.sublayers():
-            stated = sublayer.needed_flops(segment, carried=carried)
-            needed.append(
-                NeededFlops.of_products(sublayer.ideal_flops()) if stated is None else stated
-            )
+        needed += (
+            s.needed_flops(segment, carried=carried) or NeededFlops.of_products(s.ideal_flops())
+            for _, s in self.sublayers()
+        )
         total = NeededFlops(*map(sum, zip(*needed, strict=True)))
         if self.embedding.weight.requires_grad:
             return total
@@ -356,19 +354,12 @@ def unread_parameters(sublayer: Sublayer) -> int:
     return sum(max(0, len(table) - rows_read[len(table)]) * table.shape[1] for table in tables)
 
 
-def add_stats(
-    total: dict[str, dict[str, Tensor]], stats: dict[str, dict[str, Tensor]]
-) -> dict[str, dict[str, Tensor]]:
+def add_stats(total: dict[str, Stats], stats: dict[str, Stats]) -> dict[str, Stats]:
     """Return the sums of the statistics of two forward passes; a statistic that only one of them
     has is copied."""
-
-    def add(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            k: a[k] + b[k] if k in a and k in b else a.get(k, b.get(k))
-            for k in sorted(a.keys() | b.keys())
-        }
-
-    return {
-        name: add(total.get(name, {}), stats.get(name, {}))
-        for name in sorted(total.keys() | stats.keys())
-    }
+    sums = {name: dict(of_sublayer) for name, of_sublayer in total.items()}
+    for name, of_sublayer in stats.items():
+        added = sums.setdefault(name, {})
+        for key, x in of_sublayer.items():
+            added[key] = added[key] + x if key in added else x
+    return sums

@@ -68,10 +68,7 @@ def count_flops(call: Callable[[], object], *, gradients: bool = False) -> Flops
     eager = torch.compiler.set_stance("force_eager")
     with torch.set_grad_enabled(gradients), eager, _Counter() as counter:
         call()
-    return Flops(
-        counter.total,
-        dict(sorted(counter.unknown.items(), key=lambda entry: (-entry[1], entry[0]))),
-    )
+    return Flops(counter.total, dict(counter.unknown.most_common()))
 
 
 def forward_flops_per_byte(
@@ -104,15 +101,13 @@ def forward_flops_per_byte(
     state = None
     shapes = None
     unchanged = 0
-    n_read = 0
     n_drawn = 0
     with torch.no_grad(), _evaluation_mode(model, device):
-        while unchanged < 2 and n_read < max_bytes:
+        while unchanged < 2 and n_drawn < max_bytes:
             state = model(tokens(), state).state
             previous_shapes = shapes
             shapes = [tensor.shape for tensor in tensors_of(state)]
             unchanged = unchanged + 1 if shapes == previous_shapes else 0
-            n_read += segment
         period = max((sublayer.period for _, sublayer in model.sublayers()), default=1)
         inputs = [tokens() for _ in range(-(-period // segment))]
         flops = count_flops(lambda: read(inputs, state))
@@ -311,12 +306,10 @@ FORMULAS: dict[str, Callable[[Arguments], int]] = {
     # Gradients of indexing: one addition for each element.
     "embedding_dense_backward": lambda a: a["grad_output"].numel(),
     "index_add": lambda a: a["source"].numel(),
-    "scatter_add": lambda a: a["src"].numel(),
     "index_put": lambda a: a["values"].numel() if a.get("accumulate") else 0,
-    "scatter_reduce": lambda a: a["src"].numel(),
-    "mv": lambda a: 2 * a["self"].numel(),
+    **dict.fromkeys(("scatter_add", "scatter_reduce"), lambda a: a["src"].numel()),
     "addmv": lambda a: 2 * a["mat"].numel(),
-    **dict.fromkeys(("dot", "vdot"), lambda a: 2 * a["self"].numel()),
+    **dict.fromkeys(("mv", "dot", "vdot"), lambda a: 2 * a["self"].numel()),
     "addr": lambda a: 2 * a["vec1"].numel() * a["vec2"].numel(),
     "addbmm": _products("batch1", "batch2"),
     **dict.fromkeys(("_int_mm", "_grouped_mm"), _products("self", "mat2")),

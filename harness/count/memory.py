@@ -55,9 +55,7 @@ def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
 def optimizer_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Return the bytes of all tensors in the optimizers' states, which exist after the first
     step."""
-    return tensor_bytes(
-        tensor for optimizer in optimizers for tensor in tensors_of(dict(optimizer.state))
-    )
+    return tensor_bytes(tensors_of([dict(optimizer.state) for optimizer in optimizers]))
 
 
 class Peak(NamedTuple):
@@ -104,10 +102,11 @@ class PeakMemory:
         if self.device.type == "cpu":
             return Peak(max(0, high_water_bytes() - self._baseline_bytes), approximate=True)
         statistics = torch.cuda.memory_stats(self.device)
-        allocated, reserved = (
-            statistics[f"{name}_bytes.all.peak"] for name in ("allocated", "reserved")
+        return Peak(
+            statistics["allocated_bytes.all.peak"],
+            approximate=False,
+            reserved_bytes=statistics["reserved_bytes.all.peak"],
         )
-        return Peak(allocated, approximate=False, reserved_bytes=reserved)
 
 
 def high_water_bytes() -> int:

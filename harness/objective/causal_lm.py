@@ -82,8 +82,11 @@ class CausalLM(Objective):
         scores = [score]
         keys = {}
         if plan.eval.windows and not corpus.sequence:
-            check = {"future_seed": plan.seed, "cuts": window_cuts}
-            scores.append(score_windows(model, part, runtime=self.runtime, **check))
+            scores.append(
+                score_windows(
+                    model, part, runtime=self.runtime, future_seed=plan.seed, cuts=window_cuts
+                )
+            )
             keys["windows_bits_per_byte"] = scores[-1].bits_per_byte
         floor = corpus.floor_bits(part)
         future, causal = check_causality(

@@ -44,16 +44,16 @@ class Objective:
         self.splits = ("valid", "test") if plan.eval.test else ("valid",)
         self.train_bytes = len(corpus.splits["train"])  # of an epoch
         # bytes of a row in a forward pass of scores, and number of rows
-        self.scored_segment = plan.batch.segment
-        self.scored_rows = max(1, plan.eval.streams * plan.eval.segment // plan.batch.segment)
         b = plan.batch
+        self.scored_segment = b.segment
+        self.scored_rows = max(1, plan.eval.streams * plan.eval.segment // b.segment)
         self.prepare(streams=b.streams, segment=b.segment, seed=plan.seed)
         self.selection_part()
 
     def score(self, model: LanguageModel, part: Part, *, check: ReadCheck | None = None) -> Score:
         """Score all rows of a part."""
-        layout = {"batch": self.scored_rows, "shard": self.runtime.processes.shard}
-        batches = self.scored_batches(part, **layout)
+        shard = self.runtime.processes.shard
+        batches = self.scored_batches(part, batch=self.scored_rows, shard=shard)
         return scoring.score(model, batches, self.runtime, check=check, stats_from=0)
 
     def final(self, model: LanguageModel, part: Part, *, trained_bytes: int) -> tuple[Score, dict]:

@@ -24,7 +24,7 @@ from harness.data.streams import (
 )
 from harness.device.runtime import Runtime
 from harness.model import LanguageModel, ModelOut, add_stats
-from harness.objective.checks import CausalityCheck, Future, ReadCheck, Reads
+from harness.objective.checks import CausalityCheck, Future, ReadCheck, Reads, allows_rounding
 from harness.plan.settings import WINDOWS
 
 CUTS = 512  # in the scores of a split, by CausalityCheck
@@ -76,7 +76,7 @@ def check_causality(
     """Return what later bytes changed in all scores, and whether the scores are possible for a
     causal model on a corpus whose lowest expected bits per byte are ``floor``."""
     future = functools.reduce(Future.__add__, (score.future for score in scores))
-    rounding = any("rounding" in sublayer.limits for _, sublayer in model.sublayers())
+    rounding = allows_rounding(model)
     below = max(((floor or 0.0) - score.bits_per_byte) * len(score.nats) for score in scores)
     return future, future.causal(
         precision=precision, rounding=rounding
@@ -100,7 +100,7 @@ def score_stream(
 ) -> Score:
     """Score pairs of ``split`` (uint8 ``[n]``) with carried state. Processes divide the streams;
     each returns all scores."""
-    layout = {"streams": streams, "segment": segment, "shard": (shard := runtime.processes.shard)}
+    shard = runtime.processes.shard
     if pairs is None:
         context = round_context(
             context, n_pairs=max(len(split) - 1, 0), streams=streams, segment=segment
@@ -108,7 +108,7 @@ def score_stream(
     make = segments if pairs is None else partial(samples, pairs=pairs)
     batches = ()
     if len(range(streams)[shard_slice(streams, shard)]):
-        batches = make(split, context=context, **layout)
+        batches = make(split, streams=streams, segment=segment, context=context, shard=shard)
     first = context // segment
     causality = CausalityCheck(batches, model, runtime, rows=streams, first=first, **check)
     stats_from = first if collect_stats else None
