@@ -3,7 +3,6 @@ graphs."""
 
 import contextlib
 import ctypes
-import hashlib
 import os
 import platform
 import re
@@ -19,6 +18,8 @@ from pathlib import Path
 
 import numpy
 import torch
+
+from harness.cache import digest
 
 RECORDED_VARIABLES = re.compile(
     r"(GOMP_|KMP_(?!INIT_AT_FORK)|MALLOC_|MKL_(?!NUM_THREADS)"
@@ -134,8 +135,8 @@ def set_graph_folder() -> None:
     # an earlier run or the parent process has set it
     if folder.name.startswith(GRAPH_FOLDER_PREFIX):
         folder = folder.parent
-    digest = hashlib.sha256(kind.encode()).hexdigest()[:16]
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / (GRAPH_FOLDER_PREFIX + digest))
+    name = GRAPH_FOLDER_PREFIX + digest(kind.encode())[:16]
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / name)
 
 
 def set_allocator(setting: str) -> str | None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from harness.device.output import libraries_on_stderr
 from harness.device.torchrun import Launch, read_launch
@@ -78,9 +79,9 @@ class ProcessGroup(Launch):
     def process_lost(self, error: Exception) -> ProcessLost:
         """Return the exception to raise in place of an ``error`` that another process has
         caused."""
-        reason = f"another process has ended or does not answer ({first_line(error)[:200]})"
         return ProcessLost(
-            f"process {self.rank} of {self.world_size}: {reason}; the same command resumes the run"
+            f"process {self.rank} of {self.world_size}: another process has ended or does not "
+            f"answer ({first_line(error)[:200]}); the same command resumes the run"
         )
 
     def all_gather(self, local: T, *, long_wait: bool = False) -> list[T]:
@@ -172,12 +173,10 @@ class ProcessGroup(Launch):
             bucket = [
                 tensor for tensor in dense if (tensor.dtype, tensor.device) == (dtype, device)
             ]
-            flat = torch.cat([tensor.flatten() for tensor in bucket])
+            flat = _flatten_dense_tensors(bucket)
             self._call(dist.all_reduce, flat)
-            means = flat.div_(self.world_size).split([tensor.numel() for tensor in bucket])
-            torch._foreach_copy_(
-                bucket, [mean.view_as(tensor) for mean, tensor in zip(means, bucket, strict=True)]
-            )
+            means = _unflatten_dense_tensors(flat.div_(self.world_size), bucket)
+            torch._foreach_copy_(bucket, means)
 
     def _sparse_mean(self, parameter: nn.Parameter) -> Tensor:
         """Return the mean of all processes' sparse gradients of a parameter."""
@@ -191,10 +190,8 @@ class ProcessGroup(Launch):
             "a sparse gradient must be sparse in its rows only"
         )
         gradient = gradient.coalesce()
-        rows, values = (
-            self.concatenate(part) for part in (gradient.indices()[0], gradient.values())
-        )
-        values = values.div_(self.world_size)
+        rows = self.concatenate(gradient.indices()[0])
+        values = self.concatenate(gradient.values()).div_(self.world_size)
         return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False).coalesce()
 
     def _call(self, collective: Callable, *values: object, **options: object) -> None:

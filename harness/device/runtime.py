@@ -45,8 +45,7 @@ class Runtime:
         if self.device.type == "cpu":
             return tuple(batch.long() for batch in batches)
         sent = [batch.to(torch.uint8) if batch.dtype == torch.int64 else batch for batch in batches]
-        pinned = [batch.pin_memory() for batch in sent]
-        return tuple(batch.to(self.device, non_blocking=True).long() for batch in pinned)
+        return tuple(batch.pin_memory().to(self.device, non_blocking=True).long() for batch in sent)
 
     @property
     def is_asynchronous(self) -> bool:

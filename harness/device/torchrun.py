@@ -38,10 +38,9 @@ def read_launch(environment: Mapping[str, str] = os.environ) -> Launch:
     texts = {name: environment.get(name, "") for name in (*RANKS, *ADDRESS)}
     if not all(texts[name].isdecimal() for name in RANKS) or not all(texts.values()):
         variables = ", ".join(f"{name}={text}" for name, text in texts.items())
-        single = "for a single process neither RANK nor WORLD_SIZE"
         raise ValueError(
-            f"{variables} in the environment: allowed are the variables that torchrun sets, or "
-            f"{single}"
+            f"{variables} in the environment: allowed are the variables that torchrun sets, or for "
+            "a single process neither RANK nor WORLD_SIZE"
         )
     return Launch(*(int(texts[name]) for name in RANKS))
 

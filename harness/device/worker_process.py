@@ -22,12 +22,12 @@ FAILED = "failed"
 
 
 class WorkerError(Exception):
-    """A worker failed. ``status`` is ``out of memory`` or ``failed``, and the text is the
-    reason."""
+    """A worker failed: ``WorkerError(status, reason)``. ``status`` is ``out of memory`` or
+    ``failed``, and the text is the reason."""
 
-    def __init__(self, status: str, reason: str):
-        super().__init__(status, reason)
-        self.status = status
+    @property
+    def status(self) -> str:
+        return self.args[0]
 
     def __str__(self) -> str:
         return self.args[1]
@@ -42,9 +42,11 @@ class WorkerProcess(AbstractContextManager):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._connection, child_connection = context.Pipe()
-        serve_arguments = (child_connection, os.getcwd(), memory_limit_bytes, make, arguments)
         # a daemon could not start workers itself
-        self._process = context.Process(target=_serve, args=serve_arguments)
+        self._process = context.Process(
+            target=_serve,
+            args=(child_connection, os.getcwd(), memory_limit_bytes, make, arguments),
+        )
         self._process.start()
         atexit.register(self.close, wait_seconds=0)
         child_connection.close()
