@@ -3,7 +3,6 @@ because later edits do not change the modules that it has loaded."""
 
 import ast
 import functools
-import hashlib
 import json
 import os
 import platform
@@ -17,7 +16,7 @@ from importlib.util import find_spec
 from modulefinder import ModuleFinder
 from pathlib import Path
 
-from harness.cache import sha256_of
+from harness import cache
 
 ROOT = Path(__file__).resolve().parent.parent
 EXCLUDED = re.compile(
@@ -189,16 +188,15 @@ def _files_below(start: Path, root: Path) -> Iterator[Path]:
 
 def digest_of(files: Files) -> str:
     """Return SHA-256 of the names and contents of files."""
-    return hashlib.sha256(
-        "".join(f"{name}\0{_sha256_once(path)}\n" for name, path in files).encode()
-    ).hexdigest()
+    lines = (f"{name}\0{_sha256_once(path)}\n" for name, path in files)
+    return cache.digest("".join(lines).encode())
 
 
 @functools.cache
 def _sha256_once(path: Path) -> str:
     """Return the SHA-256 of a file when this process first read it."""
     try:
-        return sha256_of(path)
+        return cache.sha256_of(path)
     except OSError:
         return "cannot be read"
 

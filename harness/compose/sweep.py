@@ -1,7 +1,6 @@
 """Sweeps with any launcher of Hydra. All jobs are launched, also finished ones: a finished job
 returns its recorded score, and a killed job resumes."""
 
-import hashlib
 import json
 import os
 import shlex
@@ -19,6 +18,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from harness import source
+from harness.cache import digest
 from harness.compose import cli
 from harness.compose.cli import exit_code, print_error, task_words, to_job_failed
 from harness.record.cells import BITS_PER_BYTE, UNITS
@@ -74,8 +74,8 @@ def run_sweep(config: DictConfig) -> list[Exception]:
     jobs = BasicSweeper.split_arguments(overrides, None)[0]
     for job in jobs:
         loader.load_sweep_config(config, job)  # so that a mistake ends the sweep before a job runs
-    digest = hashlib.sha256(json.dumps(sorted(command_line)).encode()).hexdigest()[:8]
-    name = f"{config.hydra.runtime.choices.get('sweep') or 'sweep'}-{digest}"
+    suffix = digest(json.dumps(sorted(command_line)).encode())[:8]
+    name = f"{config.hydra.runtime.choices.get('sweep') or 'sweep'}-{suffix}"
     template = ""
     if launcher_name == "basic":  # it runs them one by one
         template = f"job {{}} of {len(jobs)}: "

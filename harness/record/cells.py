@@ -110,9 +110,7 @@ def join_words(words: Iterable[str], *, limit: int = 8) -> str:
     if len(words) > limit:
         words = [*words[:limit], f"{len(words) - limit} more"]
     if len(words) < 2:
-        if words:
-            return words[0]
-        return "nothing"
+        return "".join(words) or "nothing"
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 

@@ -4,7 +4,6 @@ A file is written completely or not at all. It is torch's zip archive with the S
 preceding bytes as comment, which is compared before unpickling. A run folder keeps the newest
 ones, and ``best.pt`` with only weights."""
 
-import hashlib
 import io
 import re
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from harness.cache import write_atomically
+from harness.cache import digest, write_atomically
 from harness.failures import Damaged, note
 from harness.record.rows import FORMAT, open_regular, wrong_format
 
@@ -37,9 +36,9 @@ def save(folder: Path, content: dict, *, step: int, keep: int) -> Path:
     return path
 
 
-def save_best(folder: Path, content: dict) -> Path:
-    """Write ``checkpoints/best.pt`` of a run folder, and return its path."""
-    return _write(folder / FOLDER / BEST, content)
+def save_best(folder: Path, content: dict) -> None:
+    """Write ``checkpoints/best.pt`` of a run folder."""
+    _write(folder / FOLDER / BEST, content)
 
 
 def newest(folder: Path) -> Path | None:
@@ -64,7 +63,7 @@ def load_newest(folder: Path, identity: Mapping[str, object]) -> dict:
     raise Damaged(f"{reasons}; allowed is force=true, which runs it again")
 
 
-def load_best(folder: Path, identity: Mapping[str, object] | None = None) -> dict:
+def load_best(folder: Path, identity: Mapping[str, object] = {}) -> dict:
     """Return the content of ``best.pt``. ``identity`` is that of ``load``."""
     try:
         return load(folder / FOLDER / BEST, identity)
@@ -74,7 +73,7 @@ def load_best(folder: Path, identity: Mapping[str, object] | None = None) -> dic
         ) from error
 
 
-def load(path: Path, identity: Mapping[str, object] | None = None) -> dict:
+def load(path: Path, identity: Mapping[str, object] = {}) -> dict:
     """Return plain values, and tensors on the CPU; nothing in the file is executed. Raises Damaged
     if the file is not as it was written, and ValueError if its format or a key of ``identity``
     differs."""
@@ -96,7 +95,6 @@ def load(path: Path, identity: Mapping[str, object] | None = None) -> dict:
         raise Damaged(f"{path} is no checkpoint of a run ({type(error).__name__})") from error
     if reason := wrong_format(content):
         raise ValueError(f"{path}: {reason}; allowed is that format")
-    identity = identity or {}
     if differing := [key for key in identity if saved_identity.get(key) != identity[key]]:
         differences = "; ".join(
             f"{key} was {saved_identity.get(key)}, is {identity[key]}" for key in differing
@@ -130,5 +128,5 @@ def _write(path: Path, content: dict) -> Path:
 def _ending(archive: bytes | memoryview) -> bytes:
     """Return the last bytes of a file with this archive: the length of the comment, and the
     comment with its digest."""
-    comment = _COMMENT_PREFIX + hashlib.sha256(archive).hexdigest().encode()
+    comment = _COMMENT_PREFIX + digest(archive).encode()
     return len(comment).to_bytes(len(_NO_COMMENT), "little") + comment

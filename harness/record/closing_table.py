@@ -138,17 +138,17 @@ def _score_text(summary: dict, number: float | None, *, split: str) -> str:
 
 def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     """Yield label and text of each cost."""
-    parameters, flops, memory, spans = (
-        summary[key] for key in ("parameters", "flops_per_byte", "memory", "spans")
-    )
+    parameters = summary["parameters"]
+    flops = summary["flops_per_byte"]
+    memory = summary["memory"]
     yield (
         "parameters",
         f"{parameters['total']:,} in all, {parameters['touched']:,} touched per byte",
     )
     backend = summary["evaluation_backend"]
     backend = f" ({backend})" if backend != summary["backend"] else ""
-    executed, ideal = (_three_digits(flops[key]) for key in ("executed", "ideal"))
-    yield "FLOPs per byte", f"{executed}{backend} executed, {ideal} ideal (forward)"
+    executed = f"{_three_digits(flops['executed'])}{backend} executed"
+    yield "FLOPs per byte", f"{executed}, {_three_digits(flops['ideal'])} ideal (forward)"
     if flops.get("unknown"):
         yield "not in FLOPs", ", ".join(flops["unknown"])
     about = ""
@@ -173,7 +173,7 @@ def _costs(summary: dict) -> Iterator[tuple[str, str]]:
     )
     if pretrained := pretrained_label(summary):
         yield "began with", pretrained
-    if spans:
+    if spans := summary["spans"]:
         yield (
             "spans",
             f"mean {spans['mean']:.1f}, smallest {spans['min']:.1f}, largest {spans['max']:.1f} "

@@ -2,7 +2,6 @@
 precision and the resolved configuration without keys that change no number: edited code gets
 another folder. The same command resumes an unfinished run and returns a finished one."""
 
-import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from harness.cache import (
     NO_SPACE,
+    digest,
     raise_storage_failure,
     sha256_of,
     try_lock,
@@ -42,19 +42,20 @@ def config_hash(config: Mapping[str, object], *, pinned: Collection[str]) -> str
     of its newest checkpoint."""
     hashed = {key: section for key, section in config.items() if key not in NOT_HASHED}
     # Jobs of a sweep have fallback=null, and share the folder with the same run outside of a sweep.
-    hashed["data"] = {key: setting for key, setting in hashed["data"].items() if key != "fallback"}
-    if hashed["data"].get("sequence") is None:  # configurations of older rows lack the key
-        hashed["data"].pop("sequence", None)
+    data = {key: setting for key, setting in config["data"].items() if key != "fallback"}
+    if data.get("sequence") is None:  # configurations of older rows lack the key
+        data.pop("sequence", None)
+    if data["name"] in pinned:
+        data["path"] = None
+    hashed["data"] = data
     if hashed["objective"]["name"] == "causal_lm":
         hashed.pop("objective")
-    if hashed["data"]["name"] in pinned:
-        hashed["data"]["path"] = None
     init_from = hashed["init_from"]
     if init_from["run"] is not None:
         newest = checkpoint.newest(user_path(init_from["run"], key="init_from.run"))
         if newest is not None:
             hashed["init_from"] = init_from | {"run": sha256_of(newest)}
-    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+    return digest(json.dumps(hashed, sort_keys=True).encode())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +75,7 @@ class Identity:
     def name(self) -> str:
         """Name of the run folder."""
         hashed = " ".join((self.config, self.source, self.data, self.device, self.precision))
-        digest = hashlib.sha256(hashed.encode()).hexdigest()
-        return f"{self.variant}-s{self.seed}-{digest[:8]}"
+        return f"{self.variant}-s{self.seed}-{digest(hashed.encode())[:8]}"
 
 
 class RunFolder:
@@ -88,12 +88,12 @@ class RunFolder:
         self.identity = identity
         self._lock = None
         self._force = force
-        self._read()
+        self.summary, self.checkpoint = self._read()
 
     def _read(self) -> tuple[dict | None, Path | None]:
-        self.summary = None if self._force else finished_summary(self.path)
-        self.checkpoint = None if self._force else checkpoint.newest(self.path)
-        return self.summary, self.checkpoint
+        if self._force:
+            return None, None
+        return finished_summary(self.path), checkpoint.newest(self.path)
 
     def lock(self) -> tuple[dict | None, Path | None]:
         """Create and lock the folder, and point ``latest`` at it. Returns ``summary`` and
@@ -227,7 +227,7 @@ def read_provenance(folder: Path, *, key: str) -> dict:
 def identity_of(row: Mapping) -> dict[str, object]:
     """Return the part of the ``identity`` of a run's checkpoints that its provenance row has."""
     keys = {"variant": "variant", "seed": "seed", "config": "config_hash", "source": "source"}
-    return {name: row.get(key) for name, key in keys.items()}
+    return {name: row[key] for name, key in keys.items()}
 
 
 def refuse_links(folder: Path, *, key: str) -> None:

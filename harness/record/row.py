@@ -172,8 +172,14 @@ class Labelled:
 
 
 @declared
-class Configured(Labelled):
+class Measured(Labelled):
+    """What was measured without a run."""
+
     config: dict  # the resolved configuration
+    streams: Count  # of a training step
+    segment: Count  # bytes of a stream in one forward pass
+    status: Literal["measured", "out of memory", "failed"]
+    reason: str = ABSENT  # the message of the error
 
 
 @declared
@@ -356,18 +362,14 @@ class Built:
 
 
 @declared
-class Cost(Origin, Configured, Built):
+class Cost(Origin, Measured, Built):
     """What a mechanism costs at one length; null for what was not measured."""
 
     memory: Memory = ABSENT
     mode: Literal["cold", "stream"]
     length: Count  # bytes of a stream
-    segment: Count  # bytes of a stream in one forward pass
     span: Count  # of the model, in keys
-    streams: Count  # of a training step
     memory_limit_gib: Count = ABSENT
-    status: Literal["measured", "out of memory", "failed"]
-    reason: str = ABSENT  # the message of the error
     interleaved: bool = ABSENT  # whether it was timed in turn with others
     time: CostTimes = ABSENT
     utilisation: Counts = ABSENT
@@ -381,18 +383,14 @@ class Peer:
 
     name: Name  # of the variant or the peer
     job: Name  # only rows of one job are compared
-    streams: Count  # of a training step
-    segment: Count  # bytes of a stream in one forward pass
     relative_to: str = ABSENT  # the name of the reference
-    status: Literal["measured", "out of memory", "failed"]
-    reason: str = ABSENT  # the message of the error
     rounds: Count = ABSENT  # in which all entries were timed in turn
     backend: Name
     parameters: Parameters = ABSENT
 
 
 @optional
-class Peers(Origin, Configured, Peer):
+class Peers(Origin, Measured, Peer):
     """The speed of a model beside that of the reference."""
 
     package: Name  # as pip names it

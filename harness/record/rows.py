@@ -17,7 +17,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import IO
 
-from harness.cache import append_atomically, raise_storage_failure, write_atomically
+from harness.cache import append_atomically, digest, raise_storage_failure, write_atomically
 from harness.failures import Damaged
 from harness.record.row import ABSENT
 
@@ -40,9 +40,8 @@ class Record:
 
     def __init__(self, folder: Path, *, rows: int = 0, sha256: str | None = None):
         self.path = folder / RECORD
-        content = _truncate(self.path, rows=rows, sha256=sha256)
-        self._rows = content.count(b"\n")
-        self._sha256 = hashlib.sha256(content)
+        self._rows = rows
+        self._sha256 = hashlib.sha256(_truncate(self.path, rows=rows, sha256=sha256))
 
     def flush(self) -> tuple[int, str]:
         """Flush all rows to the disk, and return their number and digest."""
@@ -66,7 +65,7 @@ def _truncate(path: Path, *, rows: int, sha256: str | None) -> bytes:
         content = path.read_bytes()
     *complete, _ = content.split(b"\n")
     first_rows = b"".join(line + b"\n" for line in complete[:rows])
-    if rows > len(complete) or sha256 not in (None, hashlib.sha256(first_rows).hexdigest()):
+    if rows > len(complete) or sha256 not in (None, digest(first_rows)):
         raise Damaged(
             f"{path}: its first {rows} rows, of {len(complete)}, are not those of the checkpoint: "
             "the record was cut, damaged or changed. Restore the file, or start the run again with "

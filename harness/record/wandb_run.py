@@ -60,10 +60,9 @@ class WandbRun(AbstractContextManager):
         tags: Iterable[str] = (),
         **more,
     ):
-        given_id = None
         if not sweeping:
-            given_id = os.environ.get("WANDB_RUN_ID")
-        self.id = given_id or id or secrets.token_hex(4)
+            id = os.environ.get("WANDB_RUN_ID") or id
+        self.id = id or secrets.token_hex(4)
         self.hint = ""
         self._run = None
         self._step = 0
@@ -150,12 +149,7 @@ def _start(mode: str, keywords: dict, *, id: str):
         "finish_timeout_raises": True,
         "x_disable_stats": True,  # W&B's sampling would count as the run's cost
     }
-    settings = {
-        key: setting
-        for key, setting in settings.items()
-        if not os.environ.get(f"WANDB_{key.upper()}")
-    }
-    settings = wandb.Settings(**settings)
+    settings = wandb.Settings(**_without_variables(settings))
     reason = None
     session = wandb.setup(settings=settings)
     requested = mode
@@ -167,11 +161,7 @@ def _start(mode: str, keywords: dict, *, id: str):
         mode = "offline"
         if requested != "auto":
             reason = "no API key is configured"
-    # In W&B itself keywords take precedence over environment variables.
-    names = {
-        key: "WANDB_RUN_GROUP" if key == "group" else f"WANDB_{key.upper()}" for key in keywords
-    }
-    keywords = {key: keywords[key] for key, name in names.items() if not os.environ.get(name)}
+    keywords = _without_variables(keywords)
     start = partial(wandb.init, id=id, resume="allow", reinit="finish_previous", **keywords)
     try:
         run = start(mode=mode)
@@ -186,6 +176,17 @@ def _start(mode: str, keywords: dict, *, id: str):
     run.define_metric("*", step_metric="bytes_seen")
     run.define_metric("valid/bits_per_byte", step_metric="bytes_seen", summary="min")
     return run
+
+
+def _without_variables(keywords: dict) -> dict:
+    """Return the keywords of which no environment variable is set: in W&B itself keywords take
+    precedence over variables."""
+    names = {"group": "RUN_GROUP"}
+    return {
+        key: keyword
+        for key, keyword in keywords.items()
+        if not os.environ.get(f"WANDB_{names.get(key, key.upper())}")
+    }
 
 
 def _hint(run, *, uploaded: bool = True) -> str:
