@@ -81,5 +81,8 @@ def compare_ideal(
 
 def ideal_excuses(model: LanguageModel) -> list[str]:
     """Return for a run's row, a line for each sublayer that declares the limit ``ideal_flops``."""
-    names = [name for name, sublayer in model.sublayers() if LIMIT in sublayer.limits]
-    return [f"{name}: ideal FLOPs may be less than half of the executed ones" for name in names]
+    return [
+        f"{name}: ideal FLOPs may be less than half of the executed ones"
+        for name, sublayer in model.sublayers()
+        if LIMIT in sublayer.limits
+    ]

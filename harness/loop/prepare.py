@@ -25,7 +25,6 @@ from harness.loop.distribute import distribute
 from harness.loop.run import Run, record_errors
 from harness.loop.state import Validated
 from harness.loop.trainer import Trainer
-from harness.model import LanguageModel
 from harness.plan.build import OLD_OBJECTIVE, Plan, is_sweep, job_number, plan_run, typed_keys
 from harness.record import checkpoint, folder
 from harness.record.closing_table import data_label
@@ -55,50 +54,50 @@ def prepare(cfg: DictConfig, *, command: str, processes: ProcessGroup = SINGLE) 
     if plan.sweeping:
         label = job_label(job_number())
     with Display(label=label if processes.is_main else None) as display:
-        return _prepare(plan, display, command=command, processes=processes)
-
-
-def _prepare(plan: Plan, display: Display, *, command: str, processes: ProcessGroup) -> Run:
-    display.phase("reading the corpus")
-    with processes.fail_together():
-        corpus = corpora.load(**vars(plan.data))
-    if plan.data.path and corpus.n_bytes < SMALL_CORPUS:
-        note(f"WARNING: data.path has only {corpus.n_bytes:,} bytes; scores of so few say little")
-    if plan.objective.name == "classify":
-        _warn_of_cut_texts(plan, corpus)
-    run_folder = processes.on_main(lambda: _run_folder(plan, data_digest=corpus.sha256))
-    run = Run(plan=plan, folder=run_folder, command=command, processes=processes, display=display)
-    if run_folder.summary:
-        return run
-    display.phase("checking the mechanism")
-    admitted = processes.on_main(lambda: admission(plan, text=corpus.splits["train"]))
-    plan = dataclasses.replace(plan, admission=admitted)
-    provenance = {"variant": plan.variant, "seed": plan.seed, "command": command}
-    with record_errors(plan, run_folder, provenance, processes):
+        display.phase("reading the corpus")
         with processes.fail_together():
-            device_runtime = configure_torch(plan.runtime, processes=processes)
-        record = run_folder.path / RECORD
-        rows, _ = processes.on_main(lambda: read_accepted_rows(record, first_line=True))
-        row = {}
-        if rows and run_folder.checkpoint:
-            row = rows[0]
-        if device_runtime.is_asynchronous:
-            display.phase("comparing the kernels with plain PyTorch")
-        plan = with_backend(plan, device_runtime, recorded_choice=row.get("backend_choice"))
-        display.phase("compiling the kernels")
-        with processes.fail_together():
-            _warm_up(plan, corpus, device_runtime)
-            free_earlier_jobs()
-            peak = PeakMemory(device_runtime.device)
-            display.phase("building the model")
-            trainer = Trainer(plan, corpus, device_runtime)
-        distribute(trainer.model, trainer.optimizers, processes, shard=plan.runtime.shard)
-        pretrained = row.get("pretrained")
-        if run_folder.checkpoint is None and plan.init_from.run is not None:
-            pretrained = initialise(trainer)
-        plan = dataclasses.replace(plan, pretrained=pretrained)
-        trainer.plan = plan
-        return dataclasses.replace(run, plan=plan, trainer=trainer, peak_meter=peak)
+            corpus = corpora.load(**vars(plan.data))
+        if plan.data.path and corpus.n_bytes < SMALL_CORPUS:
+            note(
+                f"WARNING: data.path has only {corpus.n_bytes:,} bytes; scores of so few say little"
+            )
+        if plan.objective.name == "classify":
+            _warn_of_cut_texts(plan, corpus)
+        run_folder = processes.on_main(lambda: _run_folder(plan, data_digest=corpus.sha256))
+        run = Run(
+            plan=plan, folder=run_folder, command=command, processes=processes, display=display
+        )
+        if run_folder.summary:
+            return run
+        display.phase("checking the mechanism")
+        admitted = processes.on_main(lambda: admission(plan, text=corpus.splits["train"]))
+        plan = dataclasses.replace(plan, admission=admitted)
+        provenance = {"variant": plan.variant, "seed": plan.seed, "command": command}
+        with record_errors(plan, run_folder, provenance, processes):
+            with processes.fail_together():
+                device_runtime = configure_torch(plan.runtime, processes=processes)
+            record = run_folder.path / RECORD
+            rows, _ = processes.on_main(lambda: read_accepted_rows(record, first_line=True))
+            row = {}
+            if rows and run_folder.checkpoint:
+                row = rows[0]
+            if device_runtime.is_asynchronous:
+                display.phase("comparing the kernels with plain PyTorch")
+            plan = with_backend(plan, device_runtime, recorded_choice=row.get("backend_choice"))
+            display.phase("compiling the kernels")
+            with processes.fail_together():
+                _warm_up(plan, corpus, device_runtime)
+                free_earlier_jobs()
+                peak = PeakMemory(device_runtime.device)
+                display.phase("building the model")
+                trainer = Trainer(plan, corpus, device_runtime)
+            distribute(trainer.model, trainer.optimizers, processes, shard=plan.runtime.shard)
+            pretrained = row.get("pretrained")
+            if run_folder.checkpoint is None and plan.init_from.run is not None:
+                pretrained = initialise(trainer)
+            plan = dataclasses.replace(plan, pretrained=pretrained)
+            trainer.plan = plan
+            return dataclasses.replace(run, plan=plan, trainer=trainer, peak_meter=peak)
 
 
 def _warn_of_cut_texts(plan: Plan, corpus: corpora.Corpus) -> None:
@@ -220,7 +219,13 @@ def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
         )
     if not everything:
         if plan.objective.name == "classify":
-            content = content | {"model": _with_new_head(trainer.model, content["model"])}
+            encoder = {
+                name: tensor
+                for name, tensor in content["model"].items()
+                if not name.startswith("head.")
+            }
+            head = full_tensors(trainer.model.head.state_dict(prefix="head."))
+            content = content | {"model": encoder | head}
         trainer.load_checkpoint(content, restore="weights")
     present = {
         "config": plan.config,
@@ -243,12 +248,6 @@ def _restore_initial(trainer: Trainer, content: dict, provenance: dict) -> None:
         trainer.state.validated = Validated(
             bytes=trainer.state.spent.bytes, fraction=trainer.fraction
         )
-
-
-def _with_new_head(model: LanguageModel, weights: dict) -> dict:
-    """Return ``weights`` with the head of ``model`` in place of their own."""
-    encoder = {name: tensor for name, tensor in weights.items() if not name.startswith("head.")}
-    return encoder | full_tensors(model.head.state_dict(prefix="head."))
 
 
 def _compared_keys(row: dict, *, everything: bool) -> dict[str, object]:
