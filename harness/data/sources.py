@@ -61,7 +61,6 @@ READ_ERRORS = (
     zlib.error,
     lzma.LZMAError,
     zipfile.BadZipFile,
-    NotImplementedError,
     RuntimeError,
 )
 """Errors that are raised for files that are damaged, truncated, or of an unsupported format."""

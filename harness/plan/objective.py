@@ -67,8 +67,8 @@ def _sequence_mistakes(plan: RunSettings) -> dict[str, bool]:
         f"batch.segment={segment}: {allowed} {sequence}, because a step reads whole sequences": (
             segment != sequence
         ),
+        f"data.vocabulary={data.vocabulary}: {allowed} 256": data.vocabulary < 256,
     }
-    mistakes[f"data.vocabulary={data.vocabulary}: {allowed} 256"] = data.vocabulary < 256
     for key in ("bytes", "first_bytes"):
         n_bytes = getattr(data, key)
         mistakes[f"data.{key}={n_bytes}: allowed are multiples of data.sequence={sequence}"] = (
