@@ -153,16 +153,17 @@ class LanguageModel(nn.Module):
     ):
         super().__init__()
         norms = {"layer": nn.LayerNorm, "rms": RMSNorm}
-        width = context(0).d_model
+        first = context(0)
+        width = first.d_model
         self.embedding = nn.Embedding(inputs or vocabulary, width)
         nn.init.normal_(self.embedding.weight, std=embedding_std)
         self.scale = embedding_scale
         self.dropout = embedding_dropout
         self.checkpoint = checkpoint
         self.pooled = pooled
-        self.both = context(0).direction == "both"
+        self.both = first.direction == "both"
         # adds positions to the embedding, which has no heads
-        self.position = context(0).position(d_head=0)
+        self.position = first.position(d_head=0)
         self.layers = nn.ModuleList(nn.ModuleDict() for _ in layers)
         for i, layer in enumerate(layers):
             for name, make in layer.items():

@@ -25,8 +25,10 @@ class MaskedLM(Objective):
                 "corpora of text"
             )
         self.options = {"rate": plan.objective.rate, "vocabulary": corpus.vocabulary}
-        layout |= {"segment": segment, "order": plan.batch.order}
-        self.batches = MaskedWindows(corpus.splits["train"], **layout, **self.options)
+        order = plan.batch.order
+        self.batches = MaskedWindows(
+            corpus.splits["train"], segment=segment, order=order, **layout, **self.options
+        )
         parts = [self.selection_part(), *map(self.reported_part, self.splits)]
         shortest = min(map(len, parts))
         if shortest < segment:

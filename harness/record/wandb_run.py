@@ -210,12 +210,11 @@ def metrics_of(row: dict) -> dict[str, float]:
             metrics
             | {f"{kind}_{name}": row[name] for name in row if name.endswith("bits_per_byte")}
         )
-    rest = {
+    metrics[kind] = {
         name: leaf
         for name, leaf in row.items()
         if name not in (*PROGRESS_KEYS, "kind", "metrics", "clock")
     }
-    metrics[kind] = rest
     pooled: dict[str, list[float]] = {}  # of each metric, the numbers of all sublayers and heads
     for name, metric in (row.get("metrics") or {}).items():
         sublayer, _, metric_name = name.rpartition(".")
