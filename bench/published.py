@@ -194,7 +194,7 @@ def bytes_tables(path: Path) -> Iterator[Table]:
     headings = []
     runs = PublishedRuns(path).finished
     for budget, group in sorted(runs.groupby("budget"), key=lambda pair: int(pair[0])):
-        heading = f"{int(budget) / 1e6:g} MB, {group['epochs'].mean():.2g} epochs"
+        heading = f"{int(budget) / 1e6:g} MB, epochs: {group['epochs'].mean():.2g}"
         headings.append(heading)
         for row in published_means(group):
             cells.setdefault(f"`{row['variant']}`", {})[heading] = f"{row[TEST]:.4f} (n={row['n']})"

@@ -4,6 +4,7 @@ against training bytes."""
 import math
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import pandas as pd
@@ -76,22 +77,30 @@ def draw_state(ax, runs: pd.DataFrame, names: Collection[str]) -> None:
         points[row["variant"]] = x, y
     scale_axis(ax.xaxis, [x for x, _ in points.values()], log=True)
     low, high = ax.get_ylim()
-    at = -math.inf
-    for name, (x, y) in sorted(points.items(), key=lambda item: item[1][1]):
-        at = max(y, at + LABEL_GAP * (high - low))
+    points = dict(sorted(points.items(), key=lambda item: item[1][1]))
+    heights = label_heights([y for _, y in points.values()], gap=LABEL_GAP * (high - low))
+    for (name, point), height in zip(points.items(), heights, strict=True):
         ax.annotate(
             name,
-            (x, y),
-            xytext=(1.04, at),
+            point,
+            xytext=(1.04, height),
             textcoords=ax.get_yaxis_transform(),
             va="center",
             fontsize=FONT_POINTS,
-            arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.6},
+            arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.6, "relpos": (0, 0.5)},
             annotation_clip=False,
         )
     label = f"carried state, KiB (hollow: fewer than {MIN_SEEDS} seeds)"
     ax.set(xlabel=label, ylabel="bits per byte on test (lower is better)")
     ax.set_title(textwrap.fill(state_finding(means, names), TITLE_WIDTH), loc="left")
+
+
+def label_heights(heights: Sequence[float], *, gap: float) -> list[float]:
+    """Return heights with distances of at least ``gap``, for ascending ones: the means of those
+    that move up only and of those that move down only."""
+    up = accumulate(heights, lambda below, height: max(height, below + gap))
+    down = accumulate(reversed(heights), lambda above, height: min(height, above - gap))
+    return [(high + low) / 2 for high, low in zip(up, reversed([*down]), strict=True)]
 
 
 def state_finding(means: Sequence[dict], names: Collection[str]) -> str:

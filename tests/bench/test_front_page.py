@@ -9,7 +9,7 @@ import pytest
 from bench import front_page, published, published_runs
 from bench.evidence import LR_FACTORS
 from bench.front_page import BEGIN, END, README, RESULTS, between_markers
-from bench.text_figures import recall_curves, recall_finding, state_finding
+from bench.text_figures import label_heights, recall_curves, recall_finding, state_finding
 from tests.support.bench_rows import peer_row, run_rows, write_lines
 
 ROOT = front_page.ROOT
@@ -288,6 +288,7 @@ def test_the_title_of_the_state_panel_says_how_the_least_state_scores(folder):
     assert state_finding(means, [*names, "linear"]).endswith(
         "linear has too few seeds to compare with mhsa"
     )
+    assert label_heights([0, 0, 5], gap=1) == [-0.5, 0.5, 5]
 
 
 def test_runs_of_several_budgets_are_a_table_and_a_figure(folder):
@@ -303,7 +304,7 @@ def test_runs_of_several_budgets_are_a_table_and_a_figure(folder):
         rows.append(row)
     write_lines(folder / "text_bytes.jsonl", rows)
     text = published.results_sections(folder)
-    assert "| mechanism | 0.85 MB, 0.25 epochs | 3.4 MB, 1 epochs |" in text
+    assert "| mechanism | 0.85 MB, epochs: 0.25 | 3.4 MB, epochs: 1 |" in text
     assert "| `mhsa` | 2.5000 (n=1) | 2.3000 (n=1) |" in text and "6 of `mhsa`" in text
     assert front_page.bytes_png(folder).startswith(b"\x89PNG")
 
