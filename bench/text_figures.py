@@ -41,6 +41,7 @@ COSTS = {
 """The column of the frame for each panel of bits against bytes."""
 CURVES = VARIANTS["recall"]
 RECALL_SEQUENCE = 64  # bytes of a sequence with 8 keys
+COUNTING = 0.33  # share of its answers that are the commonest digit of the sequence
 VERBS = {
     BETTER: "beats",
     WORSE: "is worse than",
@@ -145,16 +146,17 @@ def recall_curves(path: Path) -> dict[str, pd.DataFrame]:
 
 
 def draw_recall(ax, curves: Mapping[str, pd.DataFrame]) -> None:
-    """Draw a line for each seed and a thick one for the mean of each curve, and name curves that
-    are missing."""
+    """Draw a line for each seed and a thick one for the median of each curve, and name curves that
+    are missing. A dotted line is the share that ``COUNTING`` reaches."""
     for colour, dashes, name in zip((INK, *SPARE_COLOURS), LINE_STYLES, CURVES, strict=False):
         if name in curves:
             ax.plot(curves[name], color=colour, linewidth=0.6, alpha=0.6)
             label = f"{name} (n={curves[name].shape[1]})"
-            means = curves[name].mean(axis=1)
-            ax.plot(means, dashes, color=colour, linewidth=2, label=label)
+            median = curves[name].median(axis=1)
+            ax.plot(median, dashes, color=colour, linewidth=2, label=label)
         else:
             ax.plot([], dashes, color=colour, label=f"{name}: no row yet")
+    ax.axhline(COUNTING, color="0.5", linestyle=":", linewidth=1)
     ax.legend(loc="lower right", fontsize=FONT_POINTS)
     ax.set(
         xlabel="megabytes of training",
@@ -171,7 +173,7 @@ def recall_finding(curves: Mapping[str, pd.DataFrame]) -> str:
     if not {*CURVES[:2]} <= {*curves}:
         return "Recall by key: rows are missing (sweep=recall_by_key)"
     without, shifted = (_when_learned(curves[name].median(axis=1)) for name in CURVES[:2])
-    return f"Attention recalls {shifted} with shifted keys, {without} without"
+    return f"The median seed of attention recalls {shifted} with shifted keys, {without} without"
 
 
 def _when_learned(accuracy: pd.Series) -> str:
