@@ -41,8 +41,8 @@ def compared(monkeypatch) -> list[str]:
     names = []
 
     class FakeWorker:
-        def __init__(self, make, config, trusted, settings):
-            self.backend = settings.backend
+        def __init__(self, make, config, trusted):
+            self.backend = config["runtime"]["backend"]
 
         def __enter__(self):
             return self
