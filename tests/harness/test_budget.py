@@ -26,13 +26,12 @@ WRONG = (
     "data.vocabulary=257",
     "data.fallback=text8",
     "data.split=[0.9]",
-)
-WRONG += (
     "optim.schedule.warmup_fraction=1.5",
     "optim.schedule.decay=exp",
     "optim.schedule.floor=low",
+    "optim.matrices.optimizer.momentum=1.0",
+    "optim.matrices.optimizer.precision=float16",
 )
-WRONG += ("optim.matrices.optimizer.momentum=1.0", "optim.matrices.optimizer.precision=float16")
 
 
 def test_invalid_settings_are_refused_by_key():
