@@ -154,7 +154,7 @@ def random_state() -> dict[str, object]:
 def set_random_state(state: dict[str, object]) -> None:
     """Restore what ``random_state`` returned."""
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and state["accelerator"] is not None:
+    if torch.cuda.is_available() and state.get("accelerator") is not None:
         torch.cuda.set_rng_state(state["accelerator"])
     random.setstate(state["python"])
     numpy.random.set_state(tuple(state["numpy"]))
