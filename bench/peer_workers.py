@@ -50,8 +50,6 @@ class ReferenceModel(nn.Module):
         )
         self.norms = nn.ModuleList(nn.LayerNorm(d_model) for _ in range(2 * layers + 1))
         self.head = matrix(d_model, vocabulary)
-        for table in (self.embedding, self.positions):
-            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits ``[B, T, V]`` of ``tokens``, int64 ``[B, T]`` with T at most
@@ -145,12 +143,11 @@ class PeerWorker(CostWorker):
         of a byte (``touched``)."""
         parameters = {"total": sum(p.numel() for p in self.model.parameters())}
         if self.task.peer:
-            return {
-                "parameters": parameters,
-                "backend": "fused" + ", compiled" * self.runtime.compile,
-            }
-        touched = {"touched": self.model.touched_parameters()}
-        return {"parameters": parameters | touched, "backend": backend_of(self.model, self.runtime)}
+            backend = "fused" + ", compiled" * self.runtime.compile
+        else:
+            parameters["touched"] = self.model.touched_parameters()
+            backend = backend_of(self.model, self.runtime)
+        return {"parameters": parameters, "backend": backend}
 
     def train_memory(self) -> dict:
         """Return the peak memory of a training step, in bytes."""
