@@ -9,7 +9,7 @@ import dataclasses
 import gc
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, cycle, islice
 from typing import Literal
 
 import torch
@@ -334,6 +334,5 @@ def learned_spans(model: LanguageModel) -> list[Spans]:
 def place_spans(model: LanguageModel, *, heads: int) -> None:
     """Set learned spans to ``LEARNED_SPANS``, clipped to the model's span. For more layers or
     heads they repeat."""
-    for index, part in enumerate(learned_spans(model)):
-        spans = LEARNED_SPANS[index % len(LEARNED_SPANS)]
-        part.place_([spans[head % len(spans)] for head in range(heads)])
+    for part, spans in zip(learned_spans(model), cycle(LEARNED_SPANS)):
+        part.place_([*islice(cycle(spans), heads)])
