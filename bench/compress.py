@@ -70,11 +70,11 @@ DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of
 @torch.no_grad()
 def code_streams(
     coder: Encoder | Decoder, content: bytes, *, streams, model, symbols, runtime, progress
-) -> tuple[bytes, dict]:
+) -> tuple[bytes, float, int]:
     """Encode ``content``, or decode ``len(content)`` bytes, one byte of each stream at a time.
-    ``symbols`` has the byte of each token id. Return the content and counts: ``predicted`` bytes,
-    which are all but each stream's first; ``bits``, their total cost; and ``escaped`` bytes,
-    which the vocabulary lacks and which cost 20 bits each."""
+    ``symbols`` has the byte of each token id. Return the content; the total cost in bits of the
+    predicted bytes, which are all but each stream's first; and how many of them the vocabulary
+    lacks, which cost 20 bits each."""
     lengths = np.array(stream_lengths(len(content), streams), int)
     # shorter streams end in an unused zero
     used = np.arange(lengths.max(initial=0))[:, None] < lengths
@@ -122,8 +122,7 @@ def code_streams(
             costs = F.pad(-log_probabilities / math.log(2), (0, 1), value=ESCAPE_BITS).numpy()
             bits += float(costs[active, tokens].sum())
             escaped += int((tokens == unknown).sum())
-    counts = {"predicted": len(content) - len(lengths), "bits": bits, "escaped": escaped}
-    return columns.T[used.T].tobytes(), counts
+    return columns.T[used.T].tobytes(), bits, escaped
 
 
 def stream_lengths(n_bytes: int, streams: int) -> list[int]:
@@ -232,7 +231,7 @@ def main(cfg: DictConfig) -> None:
     lengths = stream_lengths(len(content), streams or math.ceil(len(content) / STREAM_BYTES))
     encoder = Encoder()
     with Progress() as progress:
-        _, counts = code_streams(
+        _, bits, escaped = code_streams(
             encoder, content, streams=len(lengths), progress=progress, **keywords
         )
     header = {
@@ -248,15 +247,16 @@ def main(cfg: DictConfig) -> None:
         f"{pluralize(len(lengths), 'stream')} of at most {longest:,} bytes, each without "
         "initial state"
     )
-    print(f"  {cut}; {len(packed) - len(code)} bytes of header; {counts['escaped']:,} escaped")
-    if not counts["predicted"]:
+    print(f"  {cut}; {len(packed) - len(code)} bytes of header; {escaped:,} escaped")
+    predicted = len(content) - len(lengths)
+    if not predicted:
         return print("no byte was predicted, so there is no score to compare with")
     by_file = 8 * len(packed) / len(content)
-    by_score = counts["bits"] / counts["predicted"]
-    bits = (
+    by_score = bits / predicted
+    sizes = (
         f"{by_file:.4f} bits per byte by the file, {by_score:.4f} by the score of the same streams"
     )
-    print(f"{bits}: {100 * (by_file / by_score - 1):+.2f} %")
+    print(f"{sizes}: {100 * (by_file / by_score - 1):+.2f} %")
 
 
 @with_config("decompress")
@@ -275,7 +275,7 @@ def decompress(cfg: DictConfig) -> None:
         reason = f"these conditions differ from the encoder's: {', '.join(differences)}"
         raise ValueError(f"file={file}: cannot be decoded, because {reason}; {SAME_AS_ENCODER}")
     with Progress() as progress:
-        content, _ = code_streams(
+        content, *_ = code_streams(
             Decoder(code),
             bytes(header["bytes"]),
             streams=header["streams"],

@@ -258,8 +258,8 @@ def recall_tables(path: Path) -> Iterator[Table]:
                 never = NOT_LEARNED
             cells["0.99 from, MB"] = f"{learned[0]:.1f}" if len(learned) else never
             cells["LR factor"] = cell_keys(row["cell"])[LR_FACTORS[1]]
-    ordered = dict(sorted(table.items(), key=lambda row: row[1].get("8 keys", ""), reverse=True))
-    yield mechanism_table(pd.DataFrame(ordered, index=RECALL_COLUMNS).T)
+    frame = pd.DataFrame(table, index=RECALL_COLUMNS).T
+    yield mechanism_table(frame.sort_values("8 keys", ascending=False, kind="stable"))
 
 
 def skills_tables(path: Path) -> Iterator[Table]:

@@ -29,7 +29,7 @@ class PublishedRuns:
     def __init__(self, path: Path):
         frame = frame_of(read_rows(path))
         frame["corpus"] = [cell_keys(row["cell"]).get("data") for row in frame["row"]]
-        frame["conditions"] = list(map(run_conditions, frame["row"]))
+        frame["conditions"] = frame["row"].map(run_conditions)
         scales = [row["record"][0]["config"]["variant"].get("lr_scale") for row in frame["row"]]
         frame["lr_factor"] = [float((scale or {}).get("muon", 1)) for scale in scales]
         incomparable = frame["check"].isin(INCOMPARABLE_CHECKS)

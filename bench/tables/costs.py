@@ -100,10 +100,8 @@ def peer_tables(rows: Sequence[dict]) -> Iterator[Table]:
     never share a table."""
     keys = ("read_from", "job", "streams", "segment", "relative_to")
     for index, frame in _groups(rows, lambda row: [row.get(key) for key in keys]):
-        shown = [entry.dropna().to_dict() for _, entry in frame.iterrows()]
-        shown.sort(
-            key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0))
-        )
+        fastest = frame.sort_values("bytes_per_second", ascending=False, kind="stable")
+        shown = [entry.dropna().to_dict() for _, entry in fastest.iterrows()]
         row = frame["row"].iloc[-1]
         folder = PurePath(row["read_from"]).name
         reference = ""

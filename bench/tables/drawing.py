@@ -53,12 +53,12 @@ LOG_RATIO = 8  # an axis is logarithmic if its largest number is more than 8 tim
 def variant_styles(variants: Iterable[str]) -> dict[str, dict]:
     """Return the colour and the marker of each variant: from ``variants.yaml``, or spare ones in
     alphabetical order of the names."""
-    styles = {
-        name: (c, tuple(m) if isinstance(m, list) else m)
-        for name, (c, m) in VARIANTS["styles"].items()
+    unnamed = sorted({*variants} - {*VARIANTS["styles"]})
+    styles = VARIANTS["styles"] | dict(zip(unnamed, cycle(SPARE_STYLES)))
+    return {
+        name: {"color": colour, "marker": tuple(marker) if isinstance(marker, list) else marker}
+        for name, (colour, marker) in styles.items()
     }
-    styles |= zip(sorted(set(variants) - set(styles)), cycle(SPARE_STYLES))
-    return {name: {"color": colour, "marker": marker} for name, (colour, marker) in styles.items()}
 
 
 def panels(

@@ -36,7 +36,7 @@ TEXT_KEYS = (
 """Keys whose texts become columns of the frame. Numbers become columns under every key except
 ``UNREAD``."""
 UNREAD = ("config", "record", "summary", "evaluation")
-SCORES = ["valid_bits_per_byte", "test_bits_per_byte"]  # columns of every frame
+COLUMNS = ["valid_bits_per_byte", "test_bits_per_byte", "bytes_per_second"]  # of every frame
 COPIES = re.compile(r"valid_bits_per_copy\.(\d{1,9})")  # by distance in bytes
 # a byte that repeats an earlier one counts as copied below these bits; without copying it costs 4
 REACHED_BITS = 1.0
@@ -52,7 +52,7 @@ def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
         [{key: row[key] for key in row if key not in UNREAD} for row in rows]
     )
     frame = leaves.map(_measured).dropna(axis=1, how="all")
-    frame = frame.reindex(columns=frame.columns.union(SCORES, sort=False))
+    frame = frame.reindex(columns=frame.columns.union(COLUMNS, sort=False))
     frame = frame.assign(row=rows, kind=[row["kind"] for row in rows])
     for key in {*TEXT_KEYS} & {*leaves}:
         frame[key] = leaves[key].where(leaves[key].map(lambda leaf: isinstance(leaf, str)), None)
@@ -111,16 +111,16 @@ class Rows:
         self.files = len(paths)
         self.test_scores: Counter = Counter()
         self._runs: list[tuple[float, dict]] = []
-        self._command_rows: list[dict] = []
+        of_commands = []
         for path in sorted(paths, key=lambda path: (path.parent.name, str(path))):
             if path.name in (RECORD, SUMMARY):
                 self._read_run(path.parent)
             else:
                 rows, reasons = read_accepted_rows(path, check=_command_row_error)
                 self._refuse(path, reasons if rows or reasons else ["it has no rows"])
-                self._command_rows += [row | {"read_from": str(path.parent)} for row in rows]
+                of_commands += [row | {"read_from": str(path.parent)} for row in rows]
         runs = [row for _, row in sorted(self._runs, key=lambda pair: pair[0])]
-        self.frame = frame_of([*runs, *self._command_rows])
+        self.frame = frame_of([*runs, *of_commands])
 
     def _refuse(self, path: Path, reasons: Sequence[str]) -> None:
         more = ""
