@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 MAX_STREAMS = 2**12  # the largest batch that is tried
 RESIDENT = (
     "A run on a CPU reports resident memory, which has freed blocks too: 1.3 times as much in a "
-    "run of mhsa with runtime.allocator=return, 1.9 and 2.2 times with keep."
+    "run with runtime.allocator=return, 1.9 and 2.2 times in two with keep."
 )
 CAUSES = {
     "parameters": "weights and buffers",

@@ -4,6 +4,7 @@ against training bytes."""
 import math
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import pandas as pd
@@ -39,6 +40,7 @@ COSTS = {
 """The column of the frame for each panel of bits against bytes."""
 CURVES = VARIANTS["recall"]
 RECALL_SEQUENCE = 64  # bytes of a sequence with 8 keys
+COUNTING = 0.33  # share of its answers that are the commonest digit of the sequence
 VERBS = {
     BETTER: "beats",
     WORSE: "is worse than",
@@ -75,22 +77,30 @@ def draw_state(ax, runs: pd.DataFrame, names: Collection[str]) -> None:
         points[row["variant"]] = x, y
     scale_axis(ax.xaxis, [x for x, _ in points.values()], log=True)
     low, high = ax.get_ylim()
-    at = -math.inf
-    for name, (x, y) in sorted(points.items(), key=lambda item: item[1][1]):
-        at = max(y, at + LABEL_GAP * (high - low))
+    points = dict(sorted(points.items(), key=lambda item: item[1][1]))
+    heights = label_heights([y for _, y in points.values()], gap=LABEL_GAP * (high - low))
+    for (name, point), height in zip(points.items(), heights, strict=True):
         ax.annotate(
             name,
-            (x, y),
-            xytext=(1.04, at),
+            point,
+            xytext=(1.04, height),
             textcoords=ax.get_yaxis_transform(),
             va="center",
             fontsize=FONT_POINTS,
-            arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.6},
+            arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.6, "relpos": (0, 0.5)},
             annotation_clip=False,
         )
     label = f"carried state, KiB (hollow: fewer than {MIN_SEEDS} seeds)"
     ax.set(xlabel=label, ylabel="bits per byte on test (lower is better)")
     ax.set_title(textwrap.fill(state_finding(means, names), TITLE_WIDTH), loc="left")
+
+
+def label_heights(heights: Sequence[float], *, gap: float) -> list[float]:
+    """Return heights with distances of at least ``gap``, for ascending ones: the means of those
+    that move up only and of those that move down only."""
+    up = accumulate(heights, lambda below, height: max(height, below + gap))
+    down = accumulate(reversed(heights), lambda above, height: min(height, above - gap))
+    return [(high + low) / 2 for high, low in zip(up, reversed([*down]), strict=True)]
 
 
 def state_finding(means: Sequence[dict], names: Collection[str]) -> str:
@@ -133,16 +143,17 @@ def recall_curves(path: Path) -> dict[str, pd.DataFrame]:
 
 
 def draw_recall(ax, curves: Mapping[str, pd.DataFrame]) -> None:
-    """Draw a line for each seed and a thick one for the mean of each curve, and name curves that
-    are missing."""
+    """Draw a line for each seed and a thick one for the median of each curve, and name curves that
+    are missing. A dotted line is the share that ``COUNTING`` reaches."""
     for colour, dashes, name in zip((INK, *SPARE_COLOURS), LINE_STYLES, CURVES, strict=False):
         if name in curves:
             ax.plot(curves[name], color=colour, linewidth=0.6, alpha=0.6)
             label = f"{name} (n={curves[name].shape[1]})"
-            means = curves[name].mean(axis=1)
-            ax.plot(means, dashes, color=colour, linewidth=2, label=label)
+            median = curves[name].median(axis=1)
+            ax.plot(median, dashes, color=colour, linewidth=2, label=label)
         else:
             ax.plot([], dashes, color=colour, label=f"{name}: no row yet")
+    ax.axhline(COUNTING, color="0.5", linestyle=":", linewidth=1)
     ax.legend(loc="lower right")
     ax.set(
         xlabel="megabytes of training",
@@ -159,7 +170,7 @@ def recall_finding(curves: Mapping[str, pd.DataFrame]) -> str:
     if not {*CURVES[:2]} <= {*curves}:
         return "Recall by key: rows are missing (sweep=recall_by_key)"
     without, shifted = (_when_learned(curves[name].median(axis=1)) for name in CURVES[:2])
-    return f"Attention recalls {shifted} with shifted keys, {without} without"
+    return f"The median seed of attention recalls {shifted} with shifted keys, {without} without"
 
 
 def _when_learned(accuracy: pd.Series) -> str:

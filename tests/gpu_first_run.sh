@@ -26,7 +26,7 @@ swept=$(sed -n 's/^ *variant: //p' conf/sweep/leaderboard.yaml)
 shipped=$(ls conf/variant | sed 's/.yaml$//' | grep -v '^mhsa_span_' | paste -sd,) # spans are set by the lengths
 
 if [ "$mode" = rehearse ]; then
-  device=cpu factor=10 tests="-k kinks" threads=1 lengths=16,32,64 middle=32 parallel=2 calls="rounds=1 seconds=0.01"
+  device=cpu factor=10 tests="-k kinks" threads=1 lengths=32,64,128 middle=64 parallel=2 calls="rounds=1 seconds=0.01"
   small="model=tiny model.layers=2 model.d_model=32 model.heads=2" step_bytes=64 budget=8192
   batch="model.span=64 batch.streams=2 batch.segment=64 eval.streams=2 eval.segment=64" scored=1000
   ten_layers="model.layers=3 variant.attention.persistent.number=8"

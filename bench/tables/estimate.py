@@ -6,9 +6,10 @@ The residual mean square s^2, with f degrees of freedom, is pooled over all mech
 The mean m of n differences of paired seeds has the interval m +- t s sqrt(2 / n), where t is the
 0.975 quantile of Student's distribution for f degrees of freedom. If the differences themselves
 have a variance of more than twice 2 s^2, they are not like the others: their own variance is used
-instead, with n - 1 degrees of freedom. The interval contains the true mean in 95 of 100
-repetitions. With Holm's procedure, the probability of any false "better" or "worse" in a table is
-at most 0.05, for dependent differences, too. Fewer than ``MIN_SEEDS`` common seeds give no verdict.
+instead, with n - 1 degrees of freedom. If mechanisms vary alike, the interval contains the true
+mean in 95 of 100 repetitions and, with Holm's procedure, the probability of any false "better" or
+"worse" in a table is at most 0.05, for dependent differences, too; docs/statistics.md says what
+holds if one varies more. Fewer than ``MIN_SEEDS`` common seeds give no verdict.
 Student (W. S. Gosset), Biometrika 6 (1908); Abramowitz and Stegun 26.7.3, 26.7.4; S. Holm, Scand.
 J. Statist. 6 (1979).
 """
