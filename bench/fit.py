@@ -83,7 +83,6 @@ def main(cfg: DictConfig) -> None:
                 peak_bytes, limit_bytes=limit_bytes, min_streams=plan.batch.accumulate
             )
     peak = prediction["predicted_peak_bytes"]
-    by_cause = prediction["by_cause"]
     batch = f"{plan.batch.streams} streams of {plan.batch.segment} bytes"
     lines = [
         (
@@ -93,7 +92,8 @@ def main(cfg: DictConfig) -> None:
         )
     ]
     lines += [
-        (f"{cause}, MiB", cells.mib(by_cause[cause]).text, about) for cause, about in CAUSES.items()
+        (f"{cause}, MiB", cells.mib(prediction["by_cause"][cause]).text, about)
+        for cause, about in CAUSES.items()
     ]
     if limit_bytes:
         fits = "yes" if peak <= limit_bytes else "no"
