@@ -29,7 +29,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from harness.compose.cli import MISTAKES, explain, run_command, task_words, with_config
+from harness.compose.cli import MISTAKES, explain, run_command, with_config
 from harness.record.cells import duration, join_words, pluralize
 
 COMMAND_KEYS = ("agree",)
@@ -55,58 +55,50 @@ sweep."""
 
 
 class Combination(NamedTuple):
-    """The choices, as one would type them. ``backend`` is empty if the mechanism refuses the
-    combination."""
+    """A combination that the mechanism accepts: its name, its choices as one would type them, and
+    its plan."""
 
-    position: str
-    cache: str
-    attend_self: str
-    backend: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.position}, {self.cache}, attend_self={self.attend_self}, {self.backend}"
+    name: str
+    words: Sequence[str]
+    plan: object
 
 
 @with_config("check")
 def main(cfg: DictConfig) -> None:
     from bench.progress import Progress
+    from harness.check.admission import findings_at_sizes
     from harness.check.conformance import findings, named_kind
     from harness.device.selection import device_kind
+    from harness.plan.build import typed_keys
     from harness.plan.settings import RuntimeSettings, parse_section, parse_setting
     from variants.conformance import AT_RUN_SIZES
 
     name = cfg.variant.name
-    typed = {word.lstrip("+~").partition("=")[0] for word in task_words(HydraConfig.get())}
+    typed = {key.lstrip("~") for key in typed_keys()}
     compare_device = parse_setting(cfg.agree, bool | None, key="agree")
     if compare_device is None:
         compare_device = named_kind(cfg.runtime.device) != "cpu"
     if compare_device:
         # raises if there is no such device
         device_kind(parse_section(RuntimeSettings, cfg.runtime, key="runtime"))
-    plans = []
-    refusals = []
-    for combination, plan in combinations(cfg, typed=typed):
-        if isinstance(plan, Exception):
-            refusals.append(plan)
-        else:
-            plans.append((combination, plan))
-    if not plans:
+    accepted, refusals = combinations(cfg, typed=typed)
+    if not accepted:
         raise refusals[-1]
-    seconds = len(plans) * COMBINATION_SECONDS + RUN_SIZES_SECONDS
+    seconds = len(accepted) * COMBINATION_SECONDS + RUN_SIZES_SECONDS
     found = {}
     compared = []
     with Progress(seconds) as progress:
         progress.print(
-            f"{name}: about {duration(seconds)} for {pluralize(len(plans), 'combination')} and "
+            f"{name}: about {duration(seconds)} for {pluralize(len(accepted), 'combination')} and "
             "the sizes of a run"
         )
         at_sizes = []
         try:
-            for combination, plan in plans:
-                progress.begin(f"checking {combination}", seconds=COMBINATION_SECONDS)
-                found[str(combination)] = findings(plan)
+            for combination in accepted:
+                progress.begin(f"checking {combination.name}", seconds=COMBINATION_SECONDS)
+                found[combination.name] = findings(combination.plan)
             progress.begin("checking the sizes of the run, which take longest", seconds=0.0)
-            for finding in findings_at_run_sizes(plans[0][0]):
+            for finding in findings_at_sizes(run_size_plan(accepted[0].words)):
                 at_sizes.append(finding)
                 each = RUN_SIZES_SECONDS / (len(AT_RUN_SIZES) + 1)
                 progress.begin(f"checked: {finding.promise}", seconds=each)
@@ -121,7 +113,7 @@ def main(cfg: DictConfig) -> None:
     broken = [finding for finding in sum(found.values(), compared) if not finding.passed]
     if broken:
         BROKEN.append(name)
-    verdict = f"{name}: {_verdict(broken, len(plans), len(refusals))}"
+    verdict = f"{name}: {_verdict(broken, len(accepted), len(refusals))}"
     print(verdict)
     print(*itertools.starmap(_details, found.items()), *compared, sep="\n")
     if refusals:
@@ -154,8 +146,8 @@ def _details(title: str, findings: list) -> str:
     return "\n  ".join([f"FAIL  {title}: {count}", *map(str, failures)])
 
 
-def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combination, object]]:
-    """Yield each combination with its plan, or with the error of a refusal. Choices whose keys are
+def combinations(cfg: DictConfig, *, typed: set[str]) -> tuple[list[Combination], list[Exception]]:
+    """Return the accepted combinations, and the error of each refused one. Choices whose keys are
     ``typed`` do not vary."""
     from bench.planning import pop_keys, recompose
     from harness.check.conformance import fast_backend, named_kind, plain_plan
@@ -175,8 +167,9 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
     )
     attend = [cfg.model.attend_self] if recipe or "model.attend_self" in typed else [True, False]
     choices = itertools.product(*map(enumerate, (positions, caches, attend)))
+    accepted = []
+    refusals = []
     for (i, position), (j, cache), (k, attend_self) in choices:
-        combination = Combination(position, cache, str(attend_self).lower())
         try:
             config = copy.deepcopy(compose_cached(position))
             config.model.cache = cache
@@ -186,26 +179,24 @@ def combinations(cfg: DictConfig, *, typed: set[str]) -> Iterator[tuple[Combinat
             plan = apply_small(plan, command_line_keys=typed)
             backend = fast_backend(plan)
         except MISTAKES as error:
-            yield combination, error
+            refusals.append(error)
             continue
-        yield combination._replace(backend=backend or "plain"), plan
+        attends = f"attend_self={str(attend_self).lower()}"
+        name = f"{position}, {cache}, {attends}"
+        words = (f"position={position}", f"model.cache={cache}", f"model.{attends}")
+        accepted.append(Combination(f"{name}, {backend or 'plain'}", words, plan))
         if backend and plan.runtime.backend == "auto" and (i + j + k) % 2 == 0:
-            yield combination._replace(backend="plain"), plain_plan(plan)
+            accepted.append(Combination(f"{name}, plain", words, plain_plan(plan)))
+    return accepted, refusals
 
 
-def findings_at_run_sizes(combination: Combination) -> Iterator:
-    """Yield findings at the sizes that ``train.py`` would use with the typed overrides. If the
-    mechanism refuses these overrides, the choices of ``combination`` are added to them."""
-    from harness.check.admission import findings_at_sizes
-
-    position, cache, attend_self, _ = combination
+def run_size_plan(words: Sequence[str]):
+    """Return the plan of ``train.py`` with the typed overrides. If the mechanism refuses these,
+    ``words`` are added to them."""
     try:
-        plan = _training_plan()
+        return _training_plan()
     except MISTAKES:
-        plan = _training_plan(
-            f"position={position}", f"model.cache={cache}", f"model.attend_self={attend_self}"
-        )
-    yield from findings_at_sizes(plan)
+        return _training_plan(*words)
 
 
 def _training_plan(*words: str):

@@ -15,10 +15,12 @@ from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from omegaconf import DictConfig
 
 from bench.arithmetic import BITS, ESCAPE, Decoder, Encoder, frequencies
 from bench.progress import Progress
+from bench.rows import refuse_unwritable
 from harness import source
 from harness.cache import digest, write_atomically
 from harness.compose.cli import run_command, with_config
@@ -36,6 +38,7 @@ SAME_AS_ENCODER = (
 )
 # cumulative frequencies of 256 equally frequent bytes: 8 bits for each
 UNIFORM = np.arange(1, 257) << (BITS - 8)
+ESCAPE_BITS = 20.0  # cost of a byte that the vocabulary lacks: the escape symbol's, and 8
 SPLIT = Literal["train", "valid", "test"]
 MAGIC = b"AWT1"
 FILE_KEYS = ("bytes", "sha256", "streams", "checksum")
@@ -66,16 +69,16 @@ DICTIONARY = (  # a typical header, as the deflater's preset dictionary; part of
 @torch.no_grad()
 def code_streams(
     coder: Encoder | Decoder, content: bytes, *, streams, model, symbols, runtime, progress
-) -> tuple[bytes, dict]:
+) -> tuple[bytes, float, int]:
     """Encode ``content``, or decode ``len(content)`` bytes, one byte of each stream at a time.
-    ``symbols`` has the byte of each token id. Return the content and counts: ``predicted`` bytes,
-    which are all but each stream's first; ``bits``, their total cost; and ``escaped`` bytes,
-    which the vocabulary lacks and which cost 20 bits each."""
-    lengths = stream_lengths(len(content), streams)
+    ``symbols`` has the byte of each token id. Return the content; the total cost in bits of the
+    predicted bytes, which are all but each stream's first; and how many of them the vocabulary
+    lacks, which cost 20 bits each."""
+    lengths = np.array(stream_lengths(len(content), streams), int)
     # shorter streams end in an unused zero
-    columns = np.zeros((max(lengths, default=0), len(lengths)), np.uint8)
-    for stream, (end, length) in enumerate(zip(np.cumsum(lengths), lengths, strict=True)):
-        columns[:length, stream] = np.frombuffer(content[end - length : end], np.uint8)
+    used = np.arange(lengths.max(initial=0))[:, None] < lengths
+    columns = np.zeros(used.shape, np.uint8)
+    columns.T[used.T] = np.frombuffer(content, np.uint8)
     # the id of the escape symbol, for bytes that the vocabulary lacks
     unknown = model.eval().embedding.num_embeddings
     id_of_byte = np.full(256, unknown)
@@ -93,7 +96,7 @@ def code_streams(
     )
     for position, column in enumerate(columns):
         progress.advance(position / len(columns), phase="coding")
-        active = np.array(lengths) > position  # streams that have a byte at this position
+        active = used[position]
         if position == 0:
             column[:] = [coder.code(UNIFORM, byte) for byte in column.tolist()]
         else:
@@ -114,17 +117,11 @@ def code_streams(
                 byte = int(column[stream])
                 token = coder.code(ends[stream], int(id_of_byte[byte]))
                 column[stream] = byte_of_id[token] if token < unknown else coder.code(UNIFORM, byte)
-            tokens = id_of_byte[column]
-            in_vocabulary = active & (tokens < unknown)
-            escaped += (n_escaped := int((active & ~in_vocabulary).sum()))
-            log_likelihood = float(
-                log_probabilities.numpy()[in_vocabulary, tokens[in_vocabulary]].sum()
-            )
-            bits += 20 * n_escaped - log_likelihood / np.log(2)
-    counts = {"predicted": len(content) - len(lengths), "bits": bits, "escaped": escaped}
-    return b"".join(
-        columns[:length, stream].tobytes() for stream, length in enumerate(lengths)
-    ), counts
+            tokens = id_of_byte[column[active]]
+            costs = F.pad(-log_probabilities / math.log(2), (0, 1), value=ESCAPE_BITS).numpy()
+            bits += float(costs[active, tokens].sum())
+            escaped += int((tokens == unknown).sum())
+    return columns.T[used.T].tobytes(), bits, escaped
 
 
 def stream_lengths(n_bytes: int, streams: int) -> list[int]:
@@ -188,11 +185,10 @@ def open_run(cfg: DictConfig) -> tuple[TrainedRun, dict, dict]:
         default=str,
     )
     weights = (run.folder / checkpoint.FOLDER / checkpoint.BEST).read_bytes() + network.encode()
-    facts = device_runtime.describe() | {
+    facts = device_runtime.describe()
+    facts |= {
         "weights": digest(weights)[:16],
         "backend": "+".join(sorted(backends)),
-    }
-    facts |= {
         "source": source.digest(plan.config, trust=plan.trust)[:16],
         "torch": facts["versions"]["torch"],
     }
@@ -204,18 +200,15 @@ def read_input(file: str | None, *, out: str) -> bytes:
     """Return the bytes of ``file``, or no bytes for None. ValueError if it cannot be read, or if
     ``out`` cannot be written."""
     path = Path(out)
-    try:
-        content = b""
-        if file is not None:
+    content = b""
+    if file is not None:
+        try:
             content = Path(file).read_bytes()
-    except OSError as error:
-        raise ValueError(f"file={file}: cannot be read ({error.strerror})") from error
-    if path.is_dir():
-        raise ValueError(f"out={out}: is a folder; allowed is another file")
-    if file is not None and path.exists() and path.samefile(file):
-        raise ValueError(f"out={out}: is the file that is read; allowed is another file")
-    if not next(parent for parent in path.absolute().parents if parent.exists()).is_dir():
-        raise ValueError(f"out={out}: cannot be written, because a parent of it is a file")
+        except OSError as error:
+            raise ValueError(f"file={file}: cannot be read ({error.strerror})") from error
+        if path.exists() and path.samefile(file):
+            raise ValueError(f"out={out}: is the file that is read; allowed is another file")
+    refuse_unwritable(path, key=f"out={out}")
     return content
 
 
@@ -237,7 +230,7 @@ def main(cfg: DictConfig) -> None:
     lengths = stream_lengths(len(content), streams or math.ceil(len(content) / STREAM_BYTES))
     encoder = Encoder()
     with Progress() as progress:
-        _, counts = code_streams(
+        _, bits, escaped = code_streams(
             encoder, content, streams=len(lengths), progress=progress, **keywords
         )
     header = {
@@ -253,15 +246,16 @@ def main(cfg: DictConfig) -> None:
         f"{pluralize(len(lengths), 'stream')} of at most {longest:,} bytes, each without "
         "initial state"
     )
-    print(f"  {cut}; {len(packed) - len(code)} bytes of header; {counts['escaped']:,} escaped")
-    if not counts["predicted"]:
+    print(f"  {cut}; {len(packed) - len(code)} bytes of header; {escaped:,} escaped")
+    predicted = len(content) - len(lengths)
+    if not predicted:
         return print("no byte was predicted, so there is no score to compare with")
     by_file = 8 * len(packed) / len(content)
-    by_score = counts["bits"] / counts["predicted"]
-    bits = (
+    by_score = bits / predicted
+    sizes = (
         f"{by_file:.4f} bits per byte by the file, {by_score:.4f} by the score of the same streams"
     )
-    print(f"{bits}: {100 * (by_file / by_score - 1):+.2f} %")
+    print(f"{sizes}: {100 * (by_file / by_score - 1):+.2f} %")
 
 
 @with_config("decompress")
@@ -280,7 +274,7 @@ def decompress(cfg: DictConfig) -> None:
         reason = f"these conditions differ from the encoder's: {', '.join(differences)}"
         raise ValueError(f"file={file}: cannot be decoded, because {reason}; {SAME_AS_ENCODER}")
     with Progress() as progress:
-        content, _ = code_streams(
+        content, *_ = code_streams(
             Decoder(code),
             bytes(header["bytes"]),
             streams=header["streams"],

@@ -13,13 +13,13 @@ grows with context. With ``mode=stream``, the span equals the length and the str
 state. In both modes executed and ideal FLOPs per byte assume a full state."""
 
 import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Gt, MinLen
+from annotated_types import MinLen
 from omegaconf import DictConfig, OmegaConf
 
 from bench import CONF
@@ -28,12 +28,11 @@ from bench.planning import pop_keys, recompose, row_digests, typed_command
 from bench.progress import Progress
 from bench.rows import row_file
 from bench.turns import Entry, announce, measure
-from harness.cache import user_path
 from harness.check.admission import admission
 from harness.compose.cli import run_command, with_config
 from harness.device.worker_process import OUT_OF_MEMORY
 from harness.loop.prepare import make_plan
-from harness.plan.settings import RuntimeSettings, parse_section
+from harness.plan.settings import Positive, PositiveFloat, RuntimeSettings, parse_section
 from harness.record.row import Built, Cost
 from harness.record.rows import append_row, read_rows
 from harness.record.table import print_table
@@ -46,18 +45,18 @@ class CostSettings:
     """The keys of ``conf/cost.yaml``, where each is explained."""
 
     variants: Annotated[list[str], MinLen(1)] | None
-    lengths: Annotated[list[Annotated[int, Gt(0)]], MinLen(1)]
+    lengths: Annotated[list[Positive], MinLen(1)]
     mode: Literal["cold", "stream"]
     backends: Annotated[list[Backend], MinLen(1)]
     spans: Literal["learned", "initial"]
-    streams: Annotated[int, Gt(0)]
-    step_bytes: Annotated[int, Gt(0)] | None
+    streams: Positive
+    step_bytes: Positive | None
     compile: Annotated[list[bool], MinLen(1)] | None
     timed: list[Literal["train", "evaluate", "generate", "generate_64"]]
-    parallel: Annotated[int, Gt(0)] | None
-    rounds: Annotated[int, Gt(0)]
-    seconds: Annotated[float, Gt(0)]
-    memory_limit_gib: Annotated[float, Gt(0)] | None
+    parallel: Positive | None
+    rounds: Positive
+    seconds: PositiveFloat
+    memory_limit_gib: PositiveFloat | None
     rows: str | None
 
 
@@ -77,33 +76,28 @@ def main(cfg: DictConfig) -> None:
     plans = [make_plan(config) for config in configs]
     if not plans[0].objective.predicts_next:
         settings = without_generation(settings, plans[0].objective.name)
-    file = row_file(user_path(cfg.outputs, key="outputs"), command="cost", path=settings.rows)
+    file = row_file(cfg.outputs, command="cost", path=settings.rows)
     existing = read_rows(file)
     trust = plans[0].trust
     groups = []
     for length in settings.lengths:
         entries = []
-        for config, backend, *compiled in product(
-            configs, settings.backends, *filter(None, [settings.compile])
+        for config, backend, compiled in product(
+            configs, settings.backends, settings.compile or [None]
         ):
-            entry = make_entry(config, backend, length, *compiled, settings=settings)
+            entry = make_entry(config, backend, length, compiled, settings=settings)
             if not is_measured(entry, existing, trust=trust, settings=settings):
                 entries.append(entry)
         size = settings.parallel or max(len(entries), 1)
         groups += [entries[first : first + size] for first in range(0, len(entries), size)]
-    groups = [group for group in groups if group]
     rows = []
-    with announce(
-        sum(map(len, groups)),
-        timed=settings.timed,
-        rounds=settings.rounds,
-        seconds=settings.seconds,
-    ) as progress:
+    timing = {"timed": settings.timed, "rounds": settings.rounds, "seconds": settings.seconds}
+    with announce(sum(map(len, groups)), **timing) as progress:
         for plan in plans:
             progress.phase(f"{plan.variant}: checking the contract")
             admission(plan)
         for group in groups:
-            measured = measure_group(group, settings=settings, progress=progress)
+            measured = measure_group(group, settings=settings, progress=progress, **timing)
             rows += [append_row(file, row) for row in measured]
     for table in cost_tables(rows):  # bench.report shows all of their columns
         print_table(for_terminal(table))
@@ -137,19 +131,20 @@ def is_measured(
 
 
 def make_entry(
-    config: DictConfig, backend: str, length: int, *compiled: bool, settings: CostSettings
+    config: DictConfig, backend: str, length: int, compiled: bool | None, *, settings: CostSettings
 ) -> Entry:
     """Return the entry that measures a variant's configuration with a backend at a length in bytes.
-    ``compiled``, if given, is the value of ``runtime.compile``."""
+    ``compiled``, if not None, is the value of ``runtime.compile``."""
     carry = settings.mode == "stream"
     config = copy.deepcopy(config)
     config.batch.update({"carry": carry, "accumulate": 1})
-    config.batch.segment = config.batch.segment if carry else length
+    if not carry:
+        config.batch.segment = length
     config.batch.streams = settings.streams
     if settings.step_bytes:
         config.batch.streams = max(1, settings.step_bytes // config.batch.segment)
-    if compiled:
-        (config.runtime.compile,) = compiled
+    if compiled is not None:
+        config.runtime.compile = compiled
     config.runtime.backend = backend
     config.model.span = length
     task = Task(
@@ -159,21 +154,15 @@ def make_entry(
 
 
 def measure_group(
-    entries: list[Entry], *, settings: CostSettings, progress: Progress
+    entries: list[Entry], *, settings: CostSettings, progress: Progress, **timing
 ) -> list[Cost]:
-    """Measure the entries of one length in turn, and return their rows. An entry that runs out of
-    memory is measured again alone, because the processes of the others also use memory."""
+    """Measure the entries of one length in turn, and return their rows; ``timing`` is that of
+    ``measure``. An entry that runs out of memory is measured again alone, because the processes of
+    the others also use memory."""
     limit = None
     if settings.memory_limit_gib is not None:
         limit = int(settings.memory_limit_gib * 2**30)
-    options = {
-        "worker": CostWorker,
-        "rounds": settings.rounds,
-        "seconds": settings.seconds,
-        "limit_bytes": limit,
-        "progress": progress,
-    }
-    options["timed"] = settings.timed
+    options = {"worker": CostWorker, "limit_bytes": limit, "progress": progress, **timing}
     measured = measure(entries, parallel=settings.parallel or 1, **options)
     rows = []
     for entry in measured:
@@ -193,7 +182,7 @@ def make_row(entry: Entry, *, settings: CostSettings, interleaved: bool) -> Cost
     config = entry.task.config
     batch = config["batch"]
     length = config["model"]["span"]
-    unmeasured = dict.fromkeys(field.name for field in fields(Built))
+    unmeasured = dict.fromkeys(Built.__annotations__)
     # the requested one, for an entry that failed before its model selected one
     backend = config["runtime"]["backend"]
     row = Cost(
@@ -218,23 +207,19 @@ def dense_peak_flops(device: str, precision: str) -> float | None:
     ``bfloat16``, from the table in ``conf/fit.yaml``. ``device`` is the name that torch reports.
     None for a device that is not in the table."""
     devices = OmegaConf.load(Path(CONF) / "fit.yaml").devices
-    rates = [
+    rates = (
         entry[f"{precision}_tflops"] * 1e12
         for entry in devices.values()
         if device in entry.reported_as
-    ]
-    if rates:
-        return rates[0]
-    return None
+    )
+    return next(rates, None)
 
 
 def utilisation(row: dict) -> dict | None:
     """Return the model FLOPs utilisation of a row's training step: ``flops_per_s``, the needed
     FLOPs per second of step time; ``peak_flops_per_s``, the device's dense peak; and their ratio
     ``share``. None if one of them is not known."""
-    peak = None
-    if row["device_kind"] == "cuda":
-        peak = dense_peak_flops(row["device"], row["precision"])
+    peak = dense_peak_flops(row["device"], row["precision"])
     step = (row["time"] or {}).get("train_ms")
     if peak is None or not step or not row["flops"]:
         return None

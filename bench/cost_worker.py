@@ -9,15 +9,15 @@ import dataclasses
 import gc
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from itertools import count, cycle, islice
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor, nn
 
-from bench.planning import provenance
+from bench.planning import row_digests
+from bench.tables import read_yaml
 from bench.turns import time_calls
 from harness.check.select_backend import with_backend
 from harness.count.flops import count_flops, forward_flops_per_byte
@@ -44,13 +44,9 @@ NOISE = 0.02  # standard deviation, as usual for initial weights
 NOISE_CHUNK = 2**20
 """Elements whose noise is drawn at a time, so that the noise of a large table does not raise the
 memory peak."""
-LEARNED_SPANS = yaml.safe_load(
-    (Path(__file__).parent / "learned_spans.yaml").read_text(encoding="utf-8")
-)["spans"]
-# so a model with fewer heads gets the longest
-LEARNED_SPANS = [sorted(layer, reverse=True) for layer in LEARNED_SPANS]
+LEARNED_SPANS = [sorted(layer, reverse=True) for layer in read_yaml("learned_spans.yaml")["spans"]]
 """Spans of a trained run in keys: a list for each layer with one span for each head, the longest
-first."""
+first, which a model with fewer heads gets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,31 +72,33 @@ class CostWorker:
 
     def __init__(self, task: Task):
         self.task = task
-        self.plan = plan_run(literal(task.config))
-        self.runtime = configure_torch(self.plan.runtime)
-        self.plan = with_backend(self.plan, self.runtime) if task.peer is None else self.plan
+        plan = plan_run(literal(task.config))
+        self.runtime = configure_torch(plan.runtime)
+        if task.peer is None:
+            plan = with_backend(plan, self.runtime)
+        self.plan = plan
         self.device = self.runtime.device
-        b = self.plan.batch
-        self.span = self.plan.model.span
-        self.generates = self.plan.objective.predicts_next
+        b = plan.batch
+        self.span = plan.model.span
         self.carry = b.carry and task.peer is None
-        self.corpus = corpora.load(**vars(self.plan.data))
-        self.steps = 0
+        self.corpus = corpora.load(**vars(plan.data))
         train = self.corpus.splits["train"]
-        self.batches = Streams(
-            train, streams=b.streams, segment=b.segment, seed=self.plan.seed, carry=False
-        )
+        streams = Streams(train, streams=b.streams, segment=b.segment, seed=plan.seed, carry=False)
+        self.batches = map(streams.batch, count())
 
     def identity(self) -> dict:
-        """Return the row's provenance. On a GPU ``allocator`` is None, because it is a setting of
-        the CPU's memory."""
-        facts = provenance(
-            self.plan,
-            kind=self.kind,
+        """Return the row's provenance: plan, code, data and machine. On a GPU ``allocator`` is
+        None, because it is a setting of the CPU's memory."""
+        plan = self.plan
+        origin = summary.origin(
+            plan,
             corpus=self.corpus,
             runtime=self.runtime,
             command=self.task.command,
+            measuring=True,
+            **row_digests(plan.config, trust=plan.trust),
         )
+        facts = {"kind": self.kind, "config": plan.config, **vars(origin)}
         if self.device.type == "cuda":
             facts["allocator"] = None
         return facts
@@ -142,7 +140,7 @@ class CostWorker:
         self.runtime.synchronise()
         peak = self.meter.read()
         carried = 0
-        if self.generates:
+        if self.plan.objective.predicts_next:
             self._start_generation(streams=1)
             self._generate()
             carried = state_bytes(self._generated[1])
@@ -172,7 +170,7 @@ class CostWorker:
             self._train()
         self.runtime.synchronise()
         peak = self.meter.read()
-        self._release()
+        torch.cuda.empty_cache()  # which the processes of other entries need; nothing on a CPU
         return {
             "train_peak_bytes": peak.bytes,
             "peak_reserved_bytes": peak.reserved_bytes,
@@ -192,7 +190,7 @@ class CostWorker:
         self._generated = None
         is_first = quantity not in self._timed_before or self.device.type == "cuda"
         self._timed_before.add(quantity)
-        self._release()
+        torch.cuda.empty_cache()
         if is_first and len(times_ms) > 1:
             return times_ms[1:]
         return times_ms
@@ -232,8 +230,7 @@ class CostWorker:
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         """Return the next inputs and targets; a text has any of the classes, and no padding."""
-        self.steps += 1
-        inputs, targets = self.batches.batch(self.steps - 1)
+        inputs, targets = next(self.batches)
         if self.plan.objective.name == "classify":
             targets = targets[:, :1] % self.model.head.out_features
         return self.runtime.to_device(inputs, targets)
@@ -281,11 +278,6 @@ class CostWorker:
             out = self.model(last, state)
         self._generated = out.logits.argmax(-1), out.state
 
-    def _release(self) -> None:
-        """Give freed memory back to a GPU, whose memory the processes of other entries need."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
     def _full_state(self, inputs: Tensor) -> State:
         return full_state(self.model, inputs, span=self.span, runtime=self.runtime)
 
@@ -331,18 +323,16 @@ def add_noise_(model: nn.Module) -> None:
 def learned_spans(model: LanguageModel) -> list[Spans]:
     """Return the ``Spans`` modules whose spans are learned lengths, one for each head, in the order
     of the sublayers."""
-    parts = [
+    return [
         part
         for _, sublayer in model.sublayers()
         for part in sublayer.modules()
-        if isinstance(part, Spans)
+        if isinstance(part, Spans) and part.placeable
     ]
-    return [part for part in parts if part.placeable]
 
 
 def place_spans(model: LanguageModel, *, heads: int) -> None:
     """Set learned spans to ``LEARNED_SPANS``, clipped to the model's span. For more layers or
     heads they repeat."""
-    for index, part in enumerate(learned_spans(model)):
-        spans = LEARNED_SPANS[index % len(LEARNED_SPANS)]
-        part.place_([spans[head % len(spans)] for head in range(heads)])
+    for part, spans in zip(learned_spans(model), cycle(LEARNED_SPANS)):
+        part.place_([*islice(cycle(spans), heads)])

@@ -71,12 +71,15 @@ def workspace(sections: list[dict], *, entity: str, project: str, name: str):
         return getattr(wr, type)(**options)
 
     layout = ws.SectionLayoutSettings(columns=COLUMNS, rows=2)
-    ws_sections = []
-    for section in sections:
-        panels = [panel(**options) for options in section["panels"]]
-        ws_sections.append(
-            ws.Section(name=section["title"], panels=panels, is_open=True, layout_settings=layout)
+    ws_sections = [
+        ws.Section(
+            name=section["title"],
+            panels=[panel(**options) for options in section["panels"]],
+            is_open=True,
+            layout_settings=layout,
         )
+        for section in sections
+    ]
     settings = ws.WorkspaceSettings(x_axis="bytes_seen", remove_legends_from_panels=False)
     return ws.Workspace(
         entity=entity, project=project, name=name, sections=ws_sections, settings=settings

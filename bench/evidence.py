@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import product
@@ -40,17 +40,22 @@ COUNTED_EXIT_CODES = (0, BUG, Diverged.exit_code)
 trained again."""
 
 
-def cell_keys(row: dict) -> dict[str, str]:
-    """Return the cell of a row as a dictionary of its ``key=value`` words."""
-    return dict(word.split("=", 1) for word in row["cell"])
+def cell_keys(words: Iterable[str]) -> dict[str, str]:
+    """Return the ``key=value`` words of a cell as a dictionary."""
+    return dict(word.split("=", 1) for word in words)
 
 
-def mechanism(words: Iterable[str]) -> str:
+def mechanism(words: Sequence[str]) -> str:
     """Return the variant and its options among the words of a cell: ``NAME
     ++variant.attention.key_shift=true``."""
-    words = [word for word in words if not word.startswith(LR_FACTORS)]
-    (variant,) = (word.removeprefix("variant=") for word in words if word.startswith("variant="))
-    return " ".join([variant, *(word for word in words if word.lstrip("+").startswith("variant."))])
+    options = [word for word in words if word.lstrip("+").startswith("variant.")]
+    options = [word for word in options if not word.startswith(LR_FACTORS)]
+    return " ".join([cell_keys(words)["variant"], *options])
+
+
+def rate_key(keys: Mapping[str, object]) -> str:
+    """Return which of ``LR_FACTORS`` a cell or a grid has; ``LR_FACTOR`` without one."""
+    return next((key for key in LR_FACTORS if keys.get(key)), LR_FACTOR)
 
 
 def _conditions(words: Iterable[str]) -> set[str]:
@@ -68,12 +73,12 @@ def scores_by_factor(file: Path) -> dict[str, dict[float, float]]:
     for row in rows:
         if _conditions(row["cell"]) != _conditions(rows[0]["cell"]):
             continue
-        cell = cell_keys(row)
+        cell = cell_keys(row["cell"])
         summary = row["summary"]
         bits = math.inf
         if summary["status"] == "finished":
             bits = summary["valid_bits_per_byte"] - summary.get("valid_floor_bits_per_byte", 0.0)
-        key = next(key for key in LR_FACTORS if key in cell)
+        key = rate_key(cell)
         name = mechanism(row["cell"])
         factor = float(cell[key])
         mechanism_scores = scores.setdefault(name, {})
@@ -145,7 +150,7 @@ def missing_runs(file: Path, *stages: str) -> list[dict[str, str]]:
     """Return the points of stages of ``conf/evidence.yaml`` of which ``file`` has no row: at any
     learning rate, if the stage trains at the best one."""
     config = OmegaConf.load(Path(CONF, "evidence.yaml"))
-    cells = [cell_keys(row).items() for row in read_rows(file)]
+    cells = [cell_keys(row["cell"]).items() for row in read_rows(file)]
     points = []
     for stage in stages:
         for grid in OmegaConf.to_container(config.stages[stage], resolve=True):
@@ -153,13 +158,13 @@ def missing_runs(file: Path, *stages: str) -> list[dict[str, str]]:
                 continue
             params = grid_params(grid)
             if "rates" in grid:  # at one learning rate, the best
-                params = {key: words for key, words in params.items() if key not in LR_FACTORS}
-            points += [cell_keys({"cell": point}) for point in _points(params)]
+                params |= dict.fromkeys(LR_FACTORS)
+            points += map(cell_keys, _points(params))
     return [point for point in points if not any(point.items() <= cell for cell in cells)]
 
 
 def stage_cells(
-    grids: list[dict], *, words: list[str], rows: Path, rates_of: dict[str, str]
+    grids: list[dict], *, words: Sequence[str], rows: Path, rates_of: Mapping[str, str]
 ) -> list[Cell]:
     """Return all cells of a stage, ordered by seed within each of its ``grids``. ``words`` end the
     command of every cell. ``rates_of`` names, for variants whose learning rates were not searched,
@@ -170,8 +175,7 @@ def stage_cells(
         params = grid_params(grid)
         changes: Iterable[dict[str, str]] = [{}]
         if grid.get("further"):
-            key = next(key for key in LR_FACTORS if params.get(key))
-            changes = _extensions(file, key=key, step=grid.get("step", 2))
+            changes = _extensions(file, key=rate_key(params), step=grid.get("step", 2))
         elif "rates" in grid:
             changes = _at_best_rates(rows / f"{grid['rates']}.jsonl", params, rates_of)
         for change in changes:
@@ -188,15 +192,17 @@ def _extensions(file: Path, *, key: str, step: float) -> Iterator[dict[str, str]
     has one."""
     for name, scores in scores_by_factor(file).items():
         if factor := next_factor(scores, step=step):
-            yield cell_keys({"cell": f"variant={name}".split(" ")}) | {key: f"{factor:.4g}"}
+            yield cell_keys(f"variant={name}".split(" ")) | {key: f"{factor:.4g}"}
 
 
-def _at_best_rates(file: Path, params: dict, rates_of: dict[str, str]) -> Iterator[dict[str, str]]:
+def _at_best_rates(
+    file: Path, params: dict, rates_of: Mapping[str, str]
+) -> Iterator[dict[str, str]]:
     """Yield changes of a grid that train each seed of each of its mechanisms at the best learning
     rate factor in ``file``. Mechanisms without one are left out. The seed varies slowest."""
     scores = scores_by_factor(file)
     options = [f"{key}={params[key]}" for key in params if key not in ("variant", "seed")]
-    key = next((key for key in LR_FACTORS if params.get(key)), LR_FACTOR)
+    key = rate_key(params)
     for seed in str(params["seed"]).split(","):
         for name in params["variant"].split(","):
             searched = mechanism([f"variant={rates_of.get(name, name)}", *options])
@@ -239,7 +245,7 @@ def published_record(rows: Iterable[dict]) -> list[dict]:
 class Runner:
     """Trains each cell in a child process, on the core of the thread that waits for the process.
     ``outputs`` is the folder of the run folders, ``path`` the ``data.path`` of the runs that read
-    enwik8. ``children`` are the processes that are running."""
+    enwik8. ``children`` are the processes that it has started."""
 
     outputs: Path
     path: str | None
@@ -256,13 +262,9 @@ class Runner:
         row = {"cell": cell.words, "summary": json.loads((run / SUMMARY).read_text())}
         row["record"] = published_record(read_rows(run / RECORD))
         if cell.score_context and not exit_code:
-            options = (
-                f"run={run.resolve()}",
-                "split=test",
-                "runtime.threads=1",
-                "runtime.device=cpu",
-            )
-            failed = self.run_python(run, "-m", "bench.evaluate", *options)
+            command = ("-m", "bench.evaluate", f"run={run.resolve()}", "split=test")
+            on_cpu = ("runtime.threads=1", "runtime.device=cpu")
+            failed = self.run_python(run, *command, *on_cpu)
             row["evaluation"] = None if failed else compact(read_rows(run / EVALUATIONS)[-1])
         with file_lock(self.outputs / cell.file.name):
             if not cell.find_row():
@@ -290,7 +292,6 @@ class Runner:
             )
         self.children.append(process)
         exit_code = process.wait()
-        self.children.remove(process)
         if exit_code not in COUNTED_EXIT_CODES or not (run / SUMMARY).exists():
             raise ValueError(
                 f"ended with {exit_code}, see {self.outputs / 'log.txt'}; the same command tries "
@@ -313,8 +314,7 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"stage={cfg.stage}: allowed are {', '.join(cfg.stages)}")
     grids = OmegaConf.to_container(cfg.stages[cfg.stage], resolve=True)
     rows = Path(cfg.rows).resolve()
-    rates_of = dict(cfg.rates_of)
-    cells = stage_cells(grids, words=list(cfg.words), rows=rows, rates_of=rates_of)
+    cells = stage_cells(grids, words=cfg.words, rows=rows, rates_of=cfg.rates_of)
     remaining = [cell for cell in cells if not cell.find_row()]
     print(
         f"stage {cfg.stage}: {len(cells)} cells, {len(cells) - len(remaining)} have a row",
@@ -332,17 +332,17 @@ def main(cfg: DictConfig) -> None:
     pool = ThreadPoolExecutor(len(cores), initializer=_take_core, initargs=(cores,))
     try:
         futures = {cell.words: pool.submit(runner.run, cell) for cell in remaining}
-        errors = {
-            words: future.exception() for words, future in futures.items() if future.exception()
-        }
+        errors = [
+            f"{' '.join(words)}: {error}"
+            for words, future in futures.items()
+            if (error := future.exception())
+        ]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in list(runner.children):
+        for process in runner.children:  # those that have ended are not affected
             process.terminate()  # a run that is terminated writes a checkpoint first
     if errors:
-        raise ValueError(
-            "\n".join(f"{' '.join(words)}: {error}" for words, error in errors.items())
-        )
+        raise ValueError("\n".join(errors))
 
 
 if __name__ == "__main__":

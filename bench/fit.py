@@ -74,13 +74,15 @@ def main(cfg: DictConfig) -> None:
         prediction = predict(plan)
         if limit_bytes:
             progress.phase(f"{plan.variant}: searching the largest number of streams")
+
+            def peak_bytes(streams: int) -> int:
+                changed = replace(plan, batch=replace(plan.batch, streams=streams))
+                return predict(changed)["predicted_peak_bytes"]
+
             streams = most_streams(
-                lambda n: predict(plan, streams=n)["predicted_peak_bytes"],
-                limit_bytes=limit_bytes,
-                min_streams=plan.batch.accumulate,
+                peak_bytes, limit_bytes=limit_bytes, min_streams=plan.batch.accumulate
             )
     peak = prediction["predicted_peak_bytes"]
-    by_cause = prediction["by_cause"]
     batch = f"{plan.batch.streams} streams of {plan.batch.segment} bytes"
     lines = [
         (
@@ -90,15 +92,15 @@ def main(cfg: DictConfig) -> None:
         )
     ]
     lines += [
-        (f"{cause}, MiB", cells.mib(by_cause[cause]).text, about) for cause, about in CAUSES.items()
+        (f"{cause}, MiB", cells.mib(prediction["by_cause"][cause]).text, about)
+        for cause, about in CAUSES.items()
     ]
     if limit_bytes:
-        lines.append(
-            ("fits", "yes" if peak <= limit_bytes else "no", f"in {limit_bytes / 2**20:,.0f} MiB")
-        )
-        lines.append(
-            ("most streams", f"{streams:,}", f"that fit; up to {MAX_STREAMS:,} were tried")
-        )
+        fits = "yes" if peak <= limit_bytes else "no"
+        lines += [
+            ("fits", fits, f"in {limit_bytes / 2**20:,.0f} MiB"),
+            ("most streams", f"{streams:,}", f"that fit; up to {MAX_STREAMS:,} were tried"),
+        ]
     verified = kind == "cpu" and plan.runtime.compile is not True
     title = f"Predicted memory of {plan.variant} on {kind}, {eager_plan(plan).runtime.precision}, "
     title += "within 10% of the peak of tensors" if verified else "not verified"
@@ -126,13 +128,11 @@ def most_streams(peak_bytes: Callable[[int], int], *, limit_bytes: int, min_stre
     return 0
 
 
-def predict(plan: Plan, *, streams: int | None = None) -> dict:
-    """Predict the peak memory of a training step with a full carried state and initial parameters,
-    for so many ``streams``, by default the plan's. Return ``backend``; ``by_cause``, the bytes of
-    each of ``CAUSES``; and the sum of these, ``predicted_peak_bytes``. ValueError if memory
-    depends on values of tensors, which fake tensors lack."""
-    if streams is not None:
-        plan = replace(plan, batch=replace(plan.batch, streams=streams))
+def predict(plan: Plan) -> dict:
+    """Predict the peak memory of a training step with a full carried state and initial parameters.
+    Return ``backend``; ``by_cause``, the bytes of each of ``CAUSES``; and the sum of these,
+    ``predicted_peak_bytes``. ValueError if memory depends on values of tensors, which fake tensors
+    lack."""
     device = torch.device(kind_of(plan))
     if plan.objective.encoder == "frozen":  # ``MemTracker`` needs a gradient of each parameter
         raise ValueError("objective.encoder=frozen: cannot be predicted; allowed is trained")

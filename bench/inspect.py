@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import torch
 from annotated_types import Ge
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
@@ -50,7 +49,7 @@ def main(cfg: DictConfig) -> None:
         is_file = os.path.isfile(text)
         name = Path(text).name if is_file else "text"
         content = Path(text).read_bytes() if is_file else os.fsencode(text)
-        tokens = token_ids(content, symbols, key="text").to(torch.uint8)
+        tokens = token_ids(content, symbols, key="text")
     if len(tokens) < 2:
         raise ValueError(f"text={text}: has {len(tokens)} byte; allowed are at least 2")
     tokens = tokens[:length]
@@ -65,10 +64,9 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(
             f"bytes={length}: allowed is {max_length} or less for this number of heads"
         )
-    for sublayer in [
-        name for name, part in model.sublayers() if part.honours is not None and name not in maps
-    ]:
-        print(f"{sublayer} is not drawn: its mechanism has no attention weights to show")
+    for sublayer, part in model.sublayers():
+        if part.honours is not None and sublayer not in maps:
+            print(f"{sublayer} is not drawn: its mechanism has no attention weights to show")
     if not maps:
         return
     title = f"{run.provenance['variant']}, seed {run.provenance['seed']}"

@@ -39,31 +39,35 @@ class ReferenceModel(nn.Module):
         super().__init__()
         self.heads = heads
         matrix = partial(nn.Linear, bias=False)
-        d_hidden = 4 * d_model
         self.embedding = nn.Embedding(vocabulary, d_model)
         self.positions = nn.Embedding(max_length, d_model)
-        self.query_key_value = nn.ModuleList(matrix(d_model, 3 * d_model) for _ in range(layers))
-        self.output = nn.ModuleList(matrix(d_model, d_model) for _ in range(layers))
-        self.feed_forward = nn.ModuleList(
-            nn.Sequential(matrix(d_model, d_hidden), nn.GELU(), matrix(d_hidden, d_model))
-            for _ in range(layers)
-        )
-        self.norms = nn.ModuleList(nn.LayerNorm(d_model) for _ in range(2 * layers + 1))
-        self.head = matrix(d_model, vocabulary)
-        for table in (self.embedding, self.positions):
-            nn.init.normal_(table.weight, std=0.02)
+
+        def layer() -> nn.ModuleList:
+            """Return queries, keys and values; the output of attention; and a feed-forward."""
+            to_hidden = matrix(d_model, 4 * d_model)
+            feed_forward = (to_hidden, nn.GELU(), matrix(4 * d_model, d_model))
+            return nn.ModuleList(
+                [
+                    nn.Sequential(nn.LayerNorm(d_model), matrix(d_model, 3 * d_model)),
+                    matrix(d_model, d_model),
+                    nn.Sequential(nn.LayerNorm(d_model), *feed_forward),
+                ]
+            )
+
+        self.layers = nn.ModuleList(layer() for _ in range(layers))
+        self.head = nn.Sequential(nn.LayerNorm(d_model), matrix(d_model, vocabulary))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits ``[B, T, V]`` of ``tokens``, int64 ``[B, T]`` with T at most
         ``max_length``."""
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
-        for i, feed_forward in enumerate(self.feed_forward):
-            stacked = self.query_key_value[i](self.norms[2 * i](x))
+        for query_key_value, output, feed_forward in self.layers:
+            stacked = query_key_value(x)
             q, k, v = rearrange(stacked, "b t (three h k) -> three b h t k", three=3, h=self.heads)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.output[i](rearrange(y, "b h t k -> b t (h k)"))
-            x = x + feed_forward(self.norms[2 * i + 1](x))
-        return self.head(self.norms[-1](x))
+            x = x + output(rearrange(y, "b h t k -> b t (h k)"))
+            x = x + feed_forward(x)
+        return self.head(x)
 
 
 def build_peer(name: str, plan: Plan) -> nn.Module:
@@ -145,12 +149,11 @@ class PeerWorker(CostWorker):
         of a byte (``touched``)."""
         parameters = {"total": sum(p.numel() for p in self.model.parameters())}
         if self.task.peer:
-            return {
-                "parameters": parameters,
-                "backend": "fused" + ", compiled" * self.runtime.compile,
-            }
-        touched = {"touched": self.model.touched_parameters()}
-        return {"parameters": parameters | touched, "backend": backend_of(self.model, self.runtime)}
+            backend = "fused" + ", compiled" * self.runtime.compile
+        else:
+            parameters["touched"] = self.model.touched_parameters()
+            backend = backend_of(self.model, self.runtime)
+        return {"parameters": parameters, "backend": backend}
 
     def train_memory(self) -> dict:
         """Return the peak memory of a training step, in bytes."""

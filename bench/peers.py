@@ -8,14 +8,12 @@ threads, precision and AdamW. None has dropout or carried state. Rows go to ``ro
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Annotated
 
-from annotated_types import Gt
 from omegaconf import DictConfig
 
 from bench.turns import Entry, announce, measure
-from harness.cache import user_path
 from harness.compose.cli import run_command, with_config
+from harness.plan.settings import Positive, PositiveFloat, parse_section
 from harness.record.row import Peers
 
 
@@ -24,9 +22,9 @@ class PeerSettings:
     """The keys of ``conf/peers.yaml``, where each is explained."""
 
     rows: str | None
-    rounds: Annotated[int, Gt(0)]
-    seconds: Annotated[float, Gt(0)]
-    context: Annotated[int, Gt(0)]
+    rounds: Positive
+    seconds: PositiveFloat
+    context: Positive
     variants: list[str]
 
 
@@ -40,12 +38,11 @@ def main(cfg: DictConfig) -> None:
     from bench.planning import pop_keys
     from bench.rows import row_file
     from bench.tables.costs import peer_tables
-    from harness.plan.settings import parse_section
     from harness.record.rows import append_row
     from harness.record.table import print_table
 
     settings = parse_section(PeerSettings, pop_keys(cfg, *COMMAND_KEYS), key="")
-    file = row_file(user_path(cfg.outputs, key="outputs"), command="peers", path=settings.rows)
+    file = row_file(cfg.outputs, command="peers", path=settings.rows)
     entries = make_entries(cfg, settings.variants)
     options = {"timed": ("train",), "rounds": settings.rounds, "seconds": settings.seconds}
     with announce(len(entries), **options) as progress:
@@ -64,8 +61,7 @@ def make_entries(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
     from bench.planning import recompose, typed_command
     from harness.loop.prepare import make_plan
 
-    plans = {name: make_plan(cfg) for name in PACKAGES}
-    plans |= {
+    plans = dict.fromkeys(PACKAGES, make_plan(cfg)) | {
         name: make_plan(recompose("peers", f"variant={name}", pop=COMMAND_KEYS))
         for name in variants
     }
@@ -75,14 +71,9 @@ def make_entries(cfg: DictConfig, variants: Sequence[str]) -> list[Entry]:
         peer = None
         if name in PACKAGES:
             peer = name
-        command = typed_command("peers")
-        task = Task(config=plan.config, peer=peer, command=command)
+        task = Task(config=plan.config, peer=peer, command=typed_command("peers"))
         entries.append(Entry(name=name, task=task))
     return entries
-
-
-MEASURED = ("memory", "time", "bytes_per_second", "relative_to_reference", "relative_range")
-"""Keys that are None for an entry that failed."""
 
 
 def make_row(entry: Entry, reference: Entry) -> Peers:
@@ -91,19 +82,24 @@ def make_row(entry: Entry, reference: Entry) -> Peers:
     from bench.peer_workers import REFERENCE
 
     batch = entry.facts["config"]["batch"]
-    measured = dict.fromkeys(MEASURED)
+    measured = dict.fromkeys(
+        ("memory", "time", "bytes_per_second", "relative_to_reference", "relative_range")
+    )
     if not entry.status:
         step = entry.percentiles("train")
         # By round, of speeds. A reference that failed has fewer rounds.
         rounds = zip(entry.rounds["train"], reference.rounds["train"], strict=False)
         ratios = [median(reference_ms) / median(entry_ms) for entry_ms, reference_ms in rounds]
-        measured = {
+        measured |= {
             "memory": entry.facts["memory"],
             "time": {"train_ms": step},
             "bytes_per_second": batch["streams"] * batch["segment"] / step["p50"] * 1000,
-            "relative_to_reference": median(ratios) if ratios else None,
-            "relative_range": [min(ratios), max(ratios)] if ratios else None,
         }
+        if ratios:
+            measured |= {
+                "relative_to_reference": median(ratios),
+                "relative_range": [min(ratios), max(ratios)],
+            }
     return Peers(
         name=entry.name,
         job="language model",

@@ -14,11 +14,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from harness import source
 from harness.compose.cli import task_words
 from harness.compose.untrusted_config import COMMAND_LINE_ONLY
-from harness.data.corpora import Corpus
 from harness.data.sources import PINNED
-from harness.device.runtime import Runtime
-from harness.loop import summary
-from harness.plan.build import Plan, literal
+from harness.plan.build import literal
 from harness.record import folder
 
 
@@ -61,15 +58,6 @@ def recompose(
 def typed_command(command: str) -> str:
     """Return the command line as typed, for provenance."""
     return shlex.join(["python", "-m", f"bench.{command}", *sys.argv[1:]])
-
-
-def provenance(plan: Plan, *, kind: str, corpus: Corpus, runtime: Runtime, command: str) -> dict:
-    """Return the keys and values of a row that describe plan, code, data and machine."""
-    digests = row_digests(plan.config, trust=plan.trust)
-    origin = summary.origin(
-        plan, corpus=corpus, runtime=runtime, command=command, measuring=True, **digests
-    )
-    return {"kind": kind, "config": plan.config, **vars(origin)}
 
 
 def row_digests(config: dict, *, trust: tuple[str, ...]) -> dict[str, str]:

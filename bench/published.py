@@ -3,7 +3,7 @@ for ``bench.front_page``. Each is a list of sections."""
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,9 @@ from bench.published_claims import claims_table
 from bench.published_runs import (
     TEST,
     PublishedRuns,
+    accuracy_curve,
     best_rates,
+    pooled_bits,
     published_means,
     run_conditions,
     text_file,
@@ -31,7 +33,6 @@ from bench.published_runs import (
 from bench.tables import read_yaml
 from bench.tables.columns import columns
 from bench.tables.compare import VARIANTS
-from bench.tables.estimate import pooled_variance
 from bench.tables.frame import REACHED_BITS, frame_of
 from harness.data.associative_recall import BYTES_PER_KEY
 from harness.record.cells import KIB, MIB, make_table
@@ -91,7 +92,8 @@ def readme_table(folder: Path) -> str:
     whether another will replace it."""
     path = text_file(folder)
     means = published_means(PublishedRuns(path).finished)
-    table = scores_table(means, "readme", names=VARIANTS["readme"])
+    shown = [row for row in means if row["variant"] in VARIANTS["readme"]]
+    table = make_table(shown, columns("readme"))
     return to_markdown(table) + TO_COME * (path.stem != "text")
 
 
@@ -133,30 +135,10 @@ def missing_note(path: Path, *stages: str) -> str:
     return ""
 
 
-def mechanism_table(
-    cells: Mapping[str, Mapping[str, object]], headings: Sequence[str], **attributes: str
-) -> Table:
-    """Return ``text_table`` with a row per mechanism; a cell that a mechanism lacks is empty."""
-    rows = [[name, *(row.get(heading, "") for heading in headings)] for name, row in cells.items()]
-    return text_table(["mechanism", *headings], rows, **attributes)
-
-
-def scores_table(
-    means: Sequence[dict],
-    section: str,
-    *,
-    names: Sequence[str] | None = None,
-    notes: Sequence[str] = (),
-) -> Table:
-    """Return the table of ``published_means`` with the columns of a section of ``columns.yaml``, of
-    all mechanisms or of ``names``. ``growth`` is the difference in parameters from the baseline, in
-    percent."""
-    sizes = {row["variant"]: row["parameters.total"] for row in means}
-    for row in means:
-        if size := sizes.get(row.get("baseline", row["variant"])):
-            row["growth"] = 100 * (row["parameters.total"] / size - 1)
-    shown = [row for row in means if names is None or row["variant"] in names]
-    return make_table(shown, columns(section), notes=notes)
+def mechanism_table(texts: pd.DataFrame, **attributes: str) -> Table:
+    """Return ``text_table`` of a frame with a row per mechanism; a missing text is empty."""
+    rows = texts.astype(object).fillna("").reset_index().to_numpy()
+    return text_table(["mechanism", *texts], rows, **attributes)
 
 
 def bits_tables(path: Path, *, best: bool = False) -> Iterator[Table]:
@@ -175,7 +157,7 @@ def bits_tables(path: Path, *, best: bool = False) -> Iterator[Table]:
         if name in COMPRESSORS
     )
     notes = [f"Test: {scores}"]
-    pooled = pooled_variance(shown.pivot(index="seed", columns="variant", values=TEST))
+    pooled = pooled_bits(shown)
     if pooled.freedom:
         deviation = f"{math.sqrt(pooled.variance):.4f}, {pooled.freedom} degrees of freedom"
         notes.append(
@@ -189,44 +171,40 @@ def bits_tables(path: Path, *, best: bool = False) -> Iterator[Table]:
         f"{row['device']}, {row['threads']} thread, {row['precision']}" for row in runs.frame["row"]
     }
     notes += [f"Machine: {machine}" for machine in sorted(machines)]
-    yield scores_table(means, "scores", notes=notes)
+    yield make_table(means, columns("scores"), notes=notes)
 
 
 def bytes_tables(path: Path) -> Iterator[Table]:
     """Yield a table of bits per byte on test by bytes of training, means over seeds."""
-    cells: dict[str, dict[str, str]] = {}
-    headings = []
+    texts = {}
     runs = PublishedRuns(path).finished
-    for budget, group in sorted(runs.groupby("budget"), key=lambda pair: int(pair[0])):
-        heading = f"{int(budget) / 1e6:g} MB, epochs: {group['epochs'].mean():.2g}"
-        headings.append(heading)
-        for row in published_means(group):
-            cells.setdefault(f"`{row['variant']}`", {})[heading] = f"{row[TEST]:.4f} (n={row['n']})"
+    for n_bytes, group in runs.groupby("budget.bytes"):
+        heading = f"{n_bytes / 1e6:g} MB, epochs: {group['epochs'].mean():.2g}"
+        texts[heading] = {
+            f"`{row['variant']}`": f"{row[TEST]:.4f} (n={row['n']})"
+            for row in published_means(group)
+        }
     figure = (
         "![Bits per byte on test against training FLOPs, seconds and carried state](text_bytes.png)"
     )
-    yield mechanism_table(cells, headings, caption=figure)
+    yield mechanism_table(pd.DataFrame(texts), caption=figure)
 
 
 def context_tables(path: Path) -> Iterator[Table]:
     """Yield a table of bits per byte on test by bytes of context, means over seeds."""
-    cells = {}
-    headings: list[str] = []
+    bits = {}
     for row in published_means(PublishedRuns(path).finished):
         curves = [
             (run.get("evaluation") or {}).get("context_curve") or [] for run in row["runs"]["row"]
         ]
         if entries := sum(curves, []):
-            means = (
-                pd.DataFrame(entries).groupby(["from_bytes", "to_bytes"])["bits_per_byte"].mean()
-            )
-            headings = [
-                f"{low:,}" if low == high else f"{low:,} to {high:,}" for low, high in means.index
-            ]
-            cells[f"`{row['variant']}`"] = dict(
-                zip(headings, means.map("{:.3f}".format), strict=True)
-            )
-    yield mechanism_table(cells, headings)
+            ranges = pd.DataFrame(entries).groupby(["from_bytes", "to_bytes"])
+            bits[f"`{row['variant']}`"] = ranges["bits_per_byte"].mean()
+    frame = pd.DataFrame(bits)
+    frame.index = [
+        f"{low:,}" if low == high else f"{low:,} to {high:,}" for low, high in frame.index
+    ]
+    yield mechanism_table(frame.map("{:.3f}".format, na_action="ignore").T)
 
 
 def copied_bits(row: dict) -> dict[str, float]:
@@ -246,9 +224,9 @@ def copy_tables(path: Path) -> Iterator[Table]:
     ordered = frame.sort_values(
         by=[*frame.columns], key=lambda bits: bits >= REACHED_BITS, kind="stable"
     )
-    texts = ordered.map("{:.3f}".format).rename(columns="{:,}".format)
-    cells = {f"`{name}`": {"n": means[name]["n"], **row} for name, row in texts.iterrows()}
-    yield mechanism_table(cells, ["n", *texts.columns])
+    texts = ordered.map("{:.3f}".format).rename(index="`{}`".format, columns="{:,}".format)
+    texts.insert(0, "n", [means[name]["n"] for name in ordered.index])
+    yield mechanism_table(texts)
 
 
 def recall_tables(path: Path) -> Iterator[Table]:
@@ -261,9 +239,10 @@ def recall_tables(path: Path) -> Iterator[Table]:
     rows = [
         row
         for row in read_rows(path)
-        if "seed=0" in row["cell"] and row["summary"].get("test_answer_accuracy")
+        if "seed=0" in row["cell"]
+        and row["summary"].get("test_answer_accuracy")
+        and row["summary"]["check"] not in INCOMPARABLE_CHECKS
     ]
-    rows = [row for row in rows if row["summary"]["check"] not in INCOMPARABLE_CHECKS]
     for row in sorted(rows, key=lambda row: -row["summary"]["valid_bits_per_byte"]):  # best last
         name = mechanism(row["cell"])
         summary = row["summary"]
@@ -276,16 +255,15 @@ def recall_tables(path: Path) -> Iterator[Table]:
         if keys == 8:
             first = summary["test_answer_accuracy"].get("first")
             cells["8 keys, first query"] = "" if first is None else f"{first:.3f}"
-            (curve,) = (entry for entry in row["record"] if entry.get("kind") == "curve")
-            accuracies = zip(curve["bytes_seen"], curve["answer_accuracy"], strict=True)
-            learned = [n_bytes for n_bytes, accuracy in accuracies if accuracy >= LEARNED_ACCURACY]
+            accuracy = accuracy_curve(row)
+            learned = accuracy.index[accuracy >= LEARNED_ACCURACY]
             never = "rate at an end"
             if best_factor(scores[name]):
                 never = NOT_LEARNED
-            cells["0.99 from, MB"] = f"{learned[0] / 1e6:.1f}" if learned else never
-            cells["LR factor"] = cell_keys(row)[LR_FACTORS[1]]
-    ordered = dict(sorted(table.items(), key=lambda row: row[1].get("8 keys", ""), reverse=True))
-    yield mechanism_table(ordered, RECALL_COLUMNS)
+            cells["0.99 from, MB"] = f"{learned[0]:.1f}" if len(learned) else never
+            cells["LR factor"] = cell_keys(row["cell"])[LR_FACTORS[1]]
+    frame = pd.DataFrame(table, index=RECALL_COLUMNS).T
+    yield mechanism_table(frame.sort_values("8 keys", ascending=False, kind="stable"))
 
 
 def skills_tables(path: Path) -> Iterator[Table]:
@@ -305,12 +283,8 @@ def skills_tables(path: Path) -> Iterator[Table]:
     ordered = sorted(headings, key=lambda heading: (heading.split()[0], len(heading), heading))
     frame = pd.DataFrame(rows).T[ordered]
     means = frame.T.groupby(lambda heading: heading.partition(",")[0]).mean().mean(skipna=False)
-    texts = (
-        frame.loc[means.sort_values(kind="stable").index]
-        .map("{:.3f}".format, na_action="ignore")
-        .fillna("")
-    )
-    yield mechanism_table(dict(texts.iterrows()), ordered)
+    sorted_rows = frame.loc[means.sort_values(kind="stable").index]
+    yield mechanism_table(sorted_rows.map("{:.3f}".format, na_action="ignore"))
 
 
 def read_costs(path: Path, *keys: str, **chosen: str) -> list[dict]:
@@ -345,18 +319,17 @@ def quantity_table(
 ) -> Table:
     """Return a table of a quantity: a row per mechanism, a column per length, and another if
     compiled. ``divisor`` is a number or the key of one."""
-    columns = sorted({(row.get("compile", False), row["length"]) for row in rows})
-    headings = {column: f"{column[1]:,}{' compiled' * column[0]}" for column in columns}
-    cells: dict[str, dict[str, str]] = {}
+    texts: dict[tuple, dict[str, str]] = {}
     for row in rows:
         cost = flatten(row).get(key)
         number = (cost or 0) / row.get(divisor, divisor)
         shown = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-        heading = headings[row.get("compile", False), row["length"]]
-        cells.setdefault(f"`{row['variant']}`", {})[heading] = (
-            row["status"] if cost is None else shown
-        )
-    return mechanism_table(cells, list(headings.values()), title=title, caption=caption)
+        column = texts.setdefault((row.get("compile", False), row["length"]), {})
+        column[f"`{row['variant']}`"] = row["status"] if cost is None else shown
+    names = [*dict.fromkeys(f"`{row['variant']}`" for row in rows)]
+    frame = pd.DataFrame(texts, index=names).sort_index(axis=1)
+    frame.columns = [f"{length:,}{' compiled' * compiled}" for compiled, length in frame.columns]
+    return mechanism_table(frame, title=title, caption=caption)
 
 
 def speed_tables(path: Path) -> Iterator[Table]:
@@ -402,14 +375,11 @@ def learning_rate_tables(path: Path) -> Iterator[Table]:
         raise ValueError(
             f"{path}: rows differ in seed, options, data, protocol, budget, precision or numerics"
         )
-    scores = scores_by_factor(path)
-    cells = {}
-    for name, bits in scores.items():
-        best = min(bits, key=bits.get)
-        texts = {f"{factor:g}": f"{score:.4f}" for factor, score in bits.items()}
-        cells[f"`{name}`"] = texts | {f"{best:g}": f"**{bits[best]:.4f}**"}
-    factors = sorted({factor for bits in scores.values() for factor in bits})
-    yield mechanism_table(cells, [f"{factor:g}" for factor in factors])
+    scores = pd.DataFrame(scores_by_factor(path)).T.sort_index(axis=1)
+    texts = scores.map("{:.4f}".format, na_action="ignore")
+    for name, factor in scores.idxmin(axis=1).items():
+        texts.loc[name, factor] = f"**{texts.loc[name, factor]}**"
+    yield mechanism_table(texts.rename(index="`{}`".format, columns="{:g}".format))
 
 
 SECTIONS = (

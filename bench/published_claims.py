@@ -4,9 +4,9 @@ import math
 
 import pandas as pd
 
-from bench.published_runs import STATE, TEST, text_table
+from bench.published_runs import STATE, TEST, pooled_bits, text_table
 from bench.tables import read_yaml
-from bench.tables.estimate import MIN_SEEDS, TOO_FEW, Pooled, estimate_mean, pooled_variance
+from bench.tables.estimate import MIN_SEEDS, TOO_FEW, Pooled, estimate_mean
 from harness.record.table import Table
 
 MEASURES = {
@@ -33,10 +33,9 @@ def claims_table(runs: pd.DataFrame) -> Table:
     """Return a table of the claims of ``bench/claims.yaml``. The mean of each difference over
     common seeds has a 95% interval, of bits by the pooled variance; it is not corrected for the
     number of claims."""
-    bits = pooled_variance(runs.pivot(index="seed", columns="variant", values=TEST))
+    bits = pooled_bits(runs)
     rows = []
     for claim in read_yaml("claims.yaml"):
-        verdicts = []
         parts = []
         for part in claim["parts"]:
             all_seeds = seed_differences(runs, part["variant"], part["baseline"], part["measure"])
@@ -48,17 +47,15 @@ def claims_table(runs: pd.DataFrame) -> Table:
             verdict, interval = judge(
                 scored, expected=part["expected"], margin=margin, pooled=pooled
             )
+            n = str(len(scored))
             if all_seeds.hasnans:
-                n = f"{len(scored)}, {all_seeds.isna().sum()} without a score"
-            else:
-                n = str(len(scored))
+                n += f", {all_seeds.isna().sum()} without a score"
             names = f"`{part['variant']}`, `{part['baseline']}`"
+            expected = f"below {margin:g}"
             if part["expected"] == "equal":
                 expected = f"-{margin:g} to {margin:g}"
-            else:
-                expected = f"below {margin:g}"
             parts.append(["", names, part["measure"], expected, n, interval, verdict])
-            verdicts.append(verdict)
+        verdicts = [part[-1] for part in parts]
         overall = next(
             (verdict for verdict in (FAILS, TOO_FEW, UNDECIDED) if verdict in verdicts), HOLDS
         )

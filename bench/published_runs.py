@@ -3,13 +3,13 @@
 import json
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import pandas as pd
 
 from bench.evidence import LR_FACTORS, MIN_FACTORS, cell_keys, missing_runs
 from bench.tables.compare import VARIANTS
+from bench.tables.estimate import Pooled, pooled_variance
 from bench.tables.frame import frame_of
 from bench.tables.means import mean_rows
 from harness.record.cells import text
@@ -17,13 +17,8 @@ from harness.record.comparison import INCOMPARABLE_CHECKS
 from harness.record.rows import read_rows
 from harness.record.table import Column, Table
 
-REFERENCE = VARIANTS["reference"]
 TEST = "test_bits_per_byte"
 STATE = "memory.state_bytes"
-published_means = partial(
-    mean_rows, by="variant", split="test", baselines=VARIANTS["baselines"], reference=REFERENCE
-)
-"""``mean_rows`` of mechanisms on test, each compared with the one that has the same positions."""
 
 
 class PublishedRuns:
@@ -33,18 +28,16 @@ class PublishedRuns:
 
     def __init__(self, path: Path):
         frame = frame_of(read_rows(path))
-        cells = [cell_keys(row) for row in frame["row"]]
-        frame["corpus"] = [cell.get("data") for cell in cells]
-        frame["budget"] = [cell.get("budget.bytes") for cell in cells]
-        frame["conditions"] = list(map(run_conditions, frame["row"]))
+        frame["corpus"] = [cell_keys(row["cell"]).get("data") for row in frame["row"]]
+        frame["conditions"] = frame["row"].map(run_conditions)
         scales = [row["record"][0]["config"]["variant"].get("lr_scale") for row in frame["row"]]
         frame["lr_factor"] = [float((scale or {}).get("muon", 1)) for scale in scales]
-        incomparable = frame["row"].map(lambda row: row.get("check") in INCOMPARABLE_CHECKS)
-        frame["status"] = frame["status"].mask(incomparable, frame.get("check"))
+        incomparable = frame["check"].isin(INCOMPARABLE_CHECKS)
+        frame["status"] = frame["status"].mask(incomparable, frame["check"])
         finished = frame["status"] == "finished"
         numbers = frame.select_dtypes("number").columns.difference(["seed", "lr_factor"])
         frame.loc[~finished, numbers] = math.nan
-        for _, group in frame[finished].groupby(["corpus", "budget"], dropna=False):
+        for _, group in frame[finished].groupby(["corpus", "budget.bytes"], dropna=False):
             if (
                 group["conditions"].nunique() > 1
                 or group.duplicated(["variant", "seed", "lr_factor"]).any()
@@ -58,18 +51,30 @@ class PublishedRuns:
         self.finished = frame[finished]
 
 
+def published_means(runs: pd.DataFrame) -> list[dict]:
+    """Return ``mean_rows`` of mechanisms on test, each compared with the one that has the same
+    positions. ``growth`` is the difference in parameters from the baseline, in percent."""
+    baselines = VARIANTS["baselines"]
+    rows = mean_rows(
+        runs, by="variant", split="test", reference=VARIANTS["reference"], baselines=baselines
+    )
+    sizes = {row["variant"]: row["parameters.total"] for row in rows}
+    for row in rows:
+        if size := sizes.get(row.get("baseline", row["variant"])):
+            row["growth"] = 100 * (row["parameters.total"] / size - 1)
+    return rows
+
+
+def pooled_bits(runs: pd.DataFrame) -> Pooled:
+    """Return ``pooled_variance`` of bits per byte on test."""
+    return pooled_variance(runs.pivot(index="seed", columns="variant", values=TEST))
+
+
 def run_conditions(row: dict) -> str:
     """Return conditions that must be equal in all runs of a table, as text, without context and
     span, which models set."""
-    cell = cell_keys(row)
-    words = {
-        key: value
-        for key, value in cell.items()
-        if key not in ("variant", "seed", "data", *LR_FACTORS)
-    }
-    protocol = {
-        key: value for key, value in row["protocol"].items() if key not in ("context", "span")
-    }
+    words = cell_keys(row["cell"]) | dict.fromkeys(("variant", "seed", "data", *LR_FACTORS))
+    protocol = row["protocol"] | {"context": None, "span": None}
     common = [words, protocol, *(row.get(key) for key in ("budget", "capped", "precision"))]
     return json.dumps([*common, row["data"]["sha256"], row["numerics"]["shared"]], sort_keys=True)
 
@@ -91,6 +96,13 @@ def best_rates(runs: pd.DataFrame) -> pd.DataFrame:
     most = rates.groupby(corpus).transform("max")
     kept = runs[(rates >= MIN_FACTORS) | (most < MIN_FACTORS)]
     return kept.sort_values("valid_bits_per_byte").drop_duplicates(["corpus", "variant", "seed"])
+
+
+def accuracy_curve(row: dict) -> pd.Series:
+    """Return the accuracy of answers in each validation of a row, by megabytes of training."""
+    (curve,) = (entry for entry in row["record"] if entry.get("kind") == "curve")
+    megabytes = pd.Index(curve["bytes_seen"], name="megabytes") / 1e6
+    return pd.Series(curve["answer_accuracy"], megabytes, name="accuracy")
 
 
 def text_table(headings: Sequence[str], rows: Sequence[Sequence], **attributes: str) -> Table:

@@ -11,7 +11,7 @@ from harness.cache import user_path
 ROWS = "rows.jsonl"  # in a new folder for each call of a command
 
 
-def row_file(outputs: Path, *, command: str, path: str | None) -> Path:
+def row_file(outputs: str, *, command: str, path: str | None) -> Path:
     """Return the file that a command adds rows to: ``path``, or by default
     ``<outputs>/<time>-<command>/rows.jsonl``. ValueError naming ``rows`` or ``outputs`` if it
     cannot be written."""
@@ -20,12 +20,18 @@ def row_file(outputs: Path, *, command: str, path: str | None) -> Path:
         file = user_path(path, key="rows")
     else:
         key = f"outputs={outputs}"
+        folder = user_path(outputs, key="outputs")
         name = time.strftime(f"%Y%m%d-%H%M%S-{command}")
         names = (f"{name}-{n}" if n > 1 else name for n in count(1))  # several calls in one second
-        file = next(outputs / name for name in names if not (outputs / name).exists()) / ROWS
+        file = next(folder / name for name in names if not (folder / name).exists()) / ROWS
+    refuse_unwritable(file, key=key)
+    return file
+
+
+def refuse_unwritable(file: Path, *, key: str) -> None:
+    """Raise ValueError naming ``key`` for a path that is a folder, or is below a file."""
     if file.is_dir():
         raise ValueError(f"{key}: cannot be written ({file} is a folder)")
     parent = next(parent for parent in file.absolute().parents if parent.exists())
     if not parent.is_dir():
         raise ValueError(f"{key}: cannot be written ({parent} is a file)")
-    return file

@@ -24,13 +24,10 @@ from harness.source import ROOT
 def listing() -> dict[str, str]:
     """Return the SHA-256 of each Python and C++ file below ``variants/`` except the conformance
     suite, by path."""
-    files = (
-        path for path in sorted((ROOT / "variants").rglob("*")) if path.suffix in (".py", ".cpp")
-    )
     return {
         str(path.relative_to(ROOT)): sha256_of(path)
-        for path in files
-        if CONFORMANCE not in path.parents
+        for path in sorted((ROOT / "variants").rglob("*"))
+        if path.suffix in (".py", ".cpp") and CONFORMANCE not in path.parents
     }
 
 

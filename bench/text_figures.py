@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from bench.published import LEARNED_ACCURACY
-from bench.published_runs import STATE, TEST, published_means
+from bench.published_runs import STATE, TEST, accuracy_curve, pooled_bits, published_means
 from bench.tables.compare import VARIANTS
 from bench.tables.drawing import (
     FONT_POINTS,
@@ -28,7 +28,6 @@ from bench.tables.estimate import (
     TOO_FEW,
     WORSE,
     estimate_mean,
-    pooled_variance,
 )
 from harness.record.cells import KIB
 from harness.record.rows import read_rows
@@ -56,7 +55,7 @@ def draw_state(ax, runs: pd.DataFrame, names: Collection[str]) -> None:
     """Draw a labelled point with an interval for each of the mechanisms ``names``. The interval is
     that of the difference from the baseline, divided by the square root of 2, which is the share
     of one of two means."""
-    pooled = pooled_variance(runs.pivot(index="seed", columns="variant", values=TEST))
+    pooled = pooled_bits(runs)
     means = published_means(runs)
     points = {}
     for row in (row for row in means if row["variant"] in names):
@@ -120,23 +119,21 @@ def recall_curves(path: Path) -> dict[str, pd.DataFrame]:
     """Return accuracy of answers with 8 keys: for each of ``CURVES`` that has runs, a row per
     megabytes of training and a column per seed, at the learning rate with the most seeds and, of
     these, the highest mean accuracy."""
-    entries = []
+    frames: dict[str, list[pd.DataFrame]] = {}
     for row in read_rows(path):
-        summary, (first, *record) = row["summary"], row["record"]
-        variant = first["config"]["variant"]
-        shift, filter_bytes = (
-            variant["attention"].get(key) for key in ("key_shift", "filter_bytes")
-        )
-        name = variant["name"].removesuffix("_shift") + ", key_shift" * bool(shift)
-        name += ", filter_bytes=1" * (filter_bytes == 1)
-        run = {"curve": name, "rate": str(variant["lr_scale"]), "seed": summary["seed"]}
-        for entry in record if summary["protocol"].get("sequence") == RECALL_SEQUENCE else ():
-            if entry.get("kind") == "curve":
-                curve = zip(entry["bytes_seen"], entry["answer_accuracy"], strict=True)
-                entries += [run | {"accuracy": share, "megabytes": n / 1e6} for n, share in curve]
-    frame = pd.DataFrame(entries, columns=["curve", "rate", "seed", "accuracy", "megabytes"])
+        if row["summary"]["protocol"].get("sequence") != RECALL_SEQUENCE:
+            continue
+        variant = row["record"][0]["config"]["variant"]
+        attention = variant["attention"]
+        name = variant["name"].removesuffix("_shift")
+        name += ", key_shift" * bool(attention.get("key_shift"))
+        name += ", filter_bytes=1" * (attention.get("filter_bytes") == 1)
+        curve = accuracy_curve(row).reset_index()
+        curve = curve.assign(rate=str(variant["lr_scale"]), seed=row["summary"]["seed"])
+        frames.setdefault(name, []).append(curve)
     curves = {}
-    for name, runs in frame.groupby("curve"):
+    for name, parts in frames.items():
+        runs = pd.concat(parts)
         rates = runs.groupby("rate").agg({"seed": "nunique", "accuracy": "mean"})
         rate = rates.sort_values(["seed", "accuracy"]).index[-1]
         curves[name] = runs[runs["rate"] == rate].pivot(
@@ -157,7 +154,7 @@ def draw_recall(ax, curves: Mapping[str, pd.DataFrame]) -> None:
         else:
             ax.plot([], dashes, color=colour, label=f"{name}: no row yet")
     ax.axhline(COUNTING, color="0.5", linestyle=":", linewidth=1)
-    ax.legend(loc="lower right", fontsize=FONT_POINTS)
+    ax.legend(loc="lower right")
     ax.set(
         xlabel="megabytes of training",
         ylabel="accuracy of recall, 8 keys",
@@ -186,14 +183,14 @@ def _when_learned(accuracy: pd.Series) -> str:
 def draw_costs(axes, runs: pd.DataFrame) -> None:
     """Draw bits per byte of each mechanism against ``COSTS``, a point for each number of
     training bytes."""
-    runs = runs.assign(budget=runs["budget"].astype(int), **{STATE: runs[STATE] / KIB})
+    runs = runs.assign(**{STATE: runs[STATE] / KIB})
     styles = variant_styles(runs["variant"])
     for ax, (label, column) in zip(axes, COSTS.items(), strict=True):
         for name, group in runs.groupby("variant"):
-            means = group.groupby("budget")[[TEST, column]].mean()
+            means = group.groupby("budget.bytes")[[TEST, column]].mean()
             ax.plot(means[column], means[TEST], **styles[name], label=name)
         scale_axis(ax.xaxis, runs[column].dropna().tolist(), log=True)
         ax.set(xlabel=label, ylabel="bits per byte on test")
-    megabytes = ", ".join(f"{budget / 1e6:g}" for budget in sorted({*runs["budget"]}))
+    megabytes = ", ".join(f"{n / 1e6:g}" for n in sorted({*runs["budget.bytes"]}))
     axes[0].set_title(f"Separate runs of {megabytes} MB", loc="left")
     add_legend(axes[-1])

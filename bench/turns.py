@@ -28,8 +28,8 @@ def time_calls(
     call: Callable[[], object],
     *,
     synchronise: Callable[[], None],
+    max_seconds: float,
     min_calls: int = 1,
-    max_seconds: float = 1.0,
     warmup_calls: int = 0,
 ) -> list[float]:
     """Return milliseconds of each ``call``, after ``warmup_calls`` untimed ones. ``synchronise``
@@ -64,15 +64,15 @@ class Entry:
     rounds: dict[str, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
 
     def ask(self, method: str, *arguments, **keywords):
-        """Call a method of the worker. None if the entry fails, or failed before; ValueError for
-        a user's mistake."""
+        """Call a method of the worker. An empty dictionary if the entry fails, or failed before;
+        ValueError for a user's mistake."""
         try:
-            if self.status:
-                return None
-            return self.process.call(method, *arguments, **keywords)
+            if not self.status:
+                return self.process.call(method, *arguments, **keywords)
         except WorkerError as error:
             self.status = error.status
             self.reason = str(error)
+        return {}
 
     def percentiles(self, quantity: str) -> dict[str, float | int | None] | None:
         """Return ``p20``, ``p50`` and ``p80`` of all calls in milliseconds, and the number of calls
@@ -147,17 +147,17 @@ def measure(
         progress.begin(f"{entry.name}: build", seconds=PREPARATION_SECONDS)
         entry.facts = entry.ask("identity")
         assert entry.facts, f"no provenance: {entry.reason}"
-        entry.facts |= entry.ask("build") or {}
+        entry.facts |= entry.ask("build")
 
     def measure_memory(entry: Entry) -> None:
         progress.begin(f"{entry.name}: memory", seconds=PREPARATION_SECONDS)
         entry.facts["memory"] = {}
         for method in worker.memory:
-            entry.facts["memory"] |= entry.ask(method) or {}
+            entry.facts["memory"] |= entry.ask(method)
 
     def count_flops(entry: Entry) -> None:
         progress.begin(f"{entry.name}: FLOPs", seconds=PREPARATION_SECONDS)
-        entry.facts |= entry.ask("flops") or {}
+        entry.facts |= entry.ask("flops")
 
     with ExitStack() as stack, ThreadPoolExecutor(parallel) as pool:
         for entry in entries:

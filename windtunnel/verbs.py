@@ -4,6 +4,7 @@ import argparse
 import codecs
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from bench.tables.columns import print_runs
@@ -49,8 +50,7 @@ def generate(options: Namespace) -> None:
         seed=options.seed,
     )
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    print(decoder.decode(prompt), end="", flush=True)
-    for byte in continuation:
+    for byte in chain(prompt, continuation):
         print(decoder.decode(bytes([byte])), end="", flush=True)
     print()
 

@@ -2,14 +2,15 @@
 from a row and the key. A row is a dictionary by dotted key; keys that were not measured are
 missing.
 
-A form is one of ``FORMS`` or ``VALUE_FORMS``, or a format of Python such as ``,.2f``, before it
-perhaps a unit: ``1e6 .2f`` is the number in millions. `` or status`` after it shows the status of a
-row that was not measured in place of the number, and `` ~KEY`` marks an approximate number if the
-row's number at KEY is not 0."""
+A form is one of ``ROW_FORMS``, ``TEXT_FORMS`` or ``VALUE_FORMS``, or a format of Python such as
+``,.2f``, before it perhaps a unit: ``1e6 .2f`` is the number in millions. `` or status`` after it
+shows the status of a row that was not measured in place of the number, and `` ~KEY`` marks an
+approximate number if the row's number at KEY is not 0."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 
 from bench.tables import read_yaml
 from bench.tables.compare import optimizer_words
@@ -64,33 +65,35 @@ def _speed(row: Mapping, key: str) -> Cell:
     return cells.integer(row["streams"] * row["segment"] / row[key] * 1000)
 
 
-def _formatted(row: Mapping, key: str, *, form: str) -> Cell:
+def _formatted(number: float | None, *, form: str) -> Cell:
     """Return a number by a format of Python, perhaps in a unit."""
-    unit, _, number_format = form.rpartition(" ")
-    if row.get(key) is None:
+    if number is None:
         return cells.EMPTY
-    number = row[key] / float(unit or 1)
+    unit, _, number_format = form.rpartition(" ")
+    number = number / float(unit or 1)
     return Cell(text=format(number, number_format), value=number)
 
 
-FORMS: dict[str, Callable[[Mapping, str], Cell]] = {
+ROW_FORMS: dict[str, Callable[[Mapping, str], Cell]] = {
     "bits": _bits,
     "difference": _difference,
-    "spread": _spread,
     "speed": _speed,
+    "nonzero": lambda row, key: cells.fixed(row.get(key) or None, digits=1),
+}
+TEXT_FORMS: dict[str, Callable[[Mapping, str], Cell]] = {
+    "text": lambda row, key: cells.text(row.get(key)),
+    "spread": _spread,
     "evaluation backend": _evaluation_backend,
     "optimizers": lambda row, key: cells.text(optimizer_words(row.get("row", {}).get(key))),
     "pretrained": lambda row, key: cells.text(pretrained_label(row.get("row", {}))),
     "range": lambda row, key: cells.interval(row["row"].get(key)),
     "range2": lambda row, key: cells.interval(row["row"].get(key), digits=2),
     "code": lambda row, key: cells.text(f"`{row[key]}`" if key in row else None),
-    "nonzero": lambda row, key: cells.fixed(row.get(key) or None, digits=1),
     "package": lambda row, key: cells.text(
         " ".join(filter(None, map(row["row"].get, PACKAGE))) or None
     ),
 }
 VALUE_FORMS: dict[str, Callable[[object], Cell]] = {
-    "text": cells.text,
     "whole": cells.integer,
     "kib": cells.kib,
     "mib": cells.mib,
@@ -99,17 +102,6 @@ VALUE_FORMS: dict[str, Callable[[object], Cell]] = {
 }
 """The forms that need only the value at the key."""
 PACKAGE = ("package", "package_version")
-TEXT_FORMS = (
-    "package",
-    "code",
-    "evaluation backend",
-    "optimizers",
-    "pretrained",
-    "range",
-    "range2",
-    "spread",
-    "text",
-)
 
 
 def cell_of(row: Mapping, *, form: str, key: str) -> Cell:
@@ -118,19 +110,17 @@ def cell_of(row: Mapping, *, form: str, key: str) -> Cell:
     form, either, _ = form.partition(" or status")
     if either and row["status"] != "measured":
         return cells.text(row["status"])
-    if form in VALUE_FORMS:
-        cell = VALUE_FORMS[form](row.get(key))
-    elif form in FORMS:
-        cell = FORMS[form](row, key)
+    if row_form := (ROW_FORMS | TEXT_FORMS).get(form):
+        cell = row_form(row, key)
     else:
-        cell = _formatted(row, key, form=form)
+        cell = VALUE_FORMS.get(form, partial(_formatted, form=form))(row.get(key))
     marked = approximate and row.get(approximate) and cell.text
     if marked:
         return replace(cell, text=f"~{cell.text}")
     return cell
 
 
-def columns(section: str, *, distances: Sequence[str] = ()) -> list[Column]:
+def columns(section: str, *, distances: Sequence[int] = ()) -> list[Column]:
     """Return the columns of a section of ``columns.yaml``; the form ``copies`` stands for a column
     per distance. A text between the columns names the part of those that follow."""
     section_columns = []
@@ -165,11 +155,9 @@ def print_runs(tables: Iterable[Table]) -> None:
 def for_terminal(table: Table) -> Table:
     """Return the table with only the columns that the section ``terminal`` of ``columns.yaml``
     lists, explained in notes."""
-    shown = [
-        index for index, column in enumerate(table.columns) if column.heading in COLUMNS["terminal"]
-    ]
-    columns = [table.columns[index] for index in shown]
-    rows = [[row[index] for index in shown] for row in table.rows]
+    shown = [column.heading in COLUMNS["terminal"] for column in table.columns]
+    columns = [*compress(table.columns, shown)]
+    rows = [[*compress(row, shown)] for row in table.rows]
     explained = [
         f"{column.heading}: {column.explanation}" for column in columns if column.explanation
     ]

@@ -63,17 +63,15 @@ def cost_key(row: dict) -> str:
 def settings_of(row: dict, *, without: Sequence[str] = ()) -> dict[str, str]:
     """Return a configuration's settings as text by dotted key, without ``NOT_ARM_KEYS`` and the
     keys ``without``. A ``_target_`` is shortened to its class's name."""
-    config = {key: value for key, value in row["config"].items() if key not in NOT_ARM_KEYS}
-    leaves = {
-        k: v
-        for k, v in (ADDED_KEYS | flatten(config)).items()
-        if k not in without and not IGNORED_KEYS.match(k)
-    }
-    leaves = {k: v for k, v in leaves.items() if v is not False or not ADDED_OPTIONS.match(k)}
-    return {
-        k: str(v).rpartition(".")[2] if k.endswith("_target_") else _text(v)
-        for k, v in leaves.items()
-    }
+    settings = {}
+    for key, value in (ADDED_KEYS | flatten(row["config"])).items():
+        ignored = key in without or key.partition(".")[0] in NOT_ARM_KEYS or IGNORED_KEYS.match(key)
+        if ignored or (value is False and ADDED_OPTIONS.match(key)):
+            continue
+        settings[key] = _text(value)
+        if key.endswith("_target_"):
+            settings[key] = str(value).rpartition(".")[2]
+    return settings
 
 
 def arms_of(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame:
@@ -83,15 +81,13 @@ def arms_of(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame
     this table."""
 
     def identity(row: dict) -> dict[str, str]:
-        timed = row["kind"] in BENCH_COMMANDS  # times and memory depend on all of the code
-        code = {"source": row["source"]} if timed else comparison.code_version(row)
-        code |= {"source": row["source"][:6]} if "source" in code else {}
-        # Muon's dtypes
-        products = []
-        if not timed:
-            products = [group.get("products") for group in row.get("optimizers") or ()]
+        code = comparison.code_version(row)
+        # times and memory depend on all of the code
+        if row["kind"] in BENCH_COMMANDS or "source" in code:
+            code = {"source": row["source"][:6]}
         facts = {name: row.get(name) for name in ARM_KEYS if name not in without} | {
-            "products": products,
+            # Muon's dtypes
+            "products": [group.get("products") for group in row.get("optimizers") or ()],
             "began with": pretrained_label(row),
         }
         return {name: _text(value) for name, value in (facts | code).items()}
@@ -101,11 +97,11 @@ def arms_of(frame: pd.DataFrame, *, without: Sequence[str] = ()) -> pd.DataFrame
     identities = pd.DataFrame(facts, index=frame.index).fillna(UNSET)
     arms = pd.DataFrame({"settings": settings, "arm": "", "order": 0}, index=frame.index)
     for variant, group in identities.groupby(frame["variant"]):
-        differing = [key for key in group if key != "variant.name" and group[key].nunique() > 1]
-        # Of keys that divide the rows into the same groups, the name has the first.
-        key_of_partition = {tuple(pd.factorize(group[key])[0]): key for key in reversed(differing)}
+        keys = [key for key in group if key != "variant.name"]
+        codes = pd.DataFrame({key: pd.factorize(group[key])[0] for key in keys})
         names = pd.Series(variant, index=group.index)
-        for key in (key for key in differing if key in key_of_partition.values()):
+        # Of keys that divide the rows into the same groups, the name has the first.
+        for key in codes.loc[:, codes.any()].T.drop_duplicates().index:
             names += f", {key.removesuffix('._target_').split('.')[-1]}=" + group[key]
         arms.loc[group.index, "arm"] = names
         arms.loc[group.index, "order"] = names.rank(method="dense").astype(int) - 1

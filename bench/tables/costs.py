@@ -1,7 +1,6 @@
 """Tables of rows of ``bench.cost`` and ``bench.peers``, which these commands also print."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 
 import pandas as pd
@@ -49,9 +48,7 @@ def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
     """Yield a table for each environment, code, corpus, mode, number of streams and segment.
     ``rows`` go from old to new."""
     for index, frame in cost_groups(rows):
-        keys = frame["row"].map(
-            lambda row: json.dumps([row.get(key) for key in REPEAT_KEYS], sort_keys=True)
-        )
+        keys = frame["row"].map(lambda row: str([row.get(key) for key in REPEAT_KEYS]))
         newest = frame[~keys.duplicated(keep="last")]
         arms = newest.join(compare.arms_of(newest, without=COLUMN_KEYS))
         shown = [row.dropna().to_dict() for _, row in arms.iterrows()]
@@ -90,25 +87,21 @@ def cost_tables(rows: Sequence[dict]) -> Iterator[Table]:
 
 def cost_groups(rows: Sequence[dict]) -> Iterator[tuple[int, pd.DataFrame]]:
     """Yield number and frame of each group of rows of ``bench.cost`` that share a table."""
-    conditions = [
-        (row["mode"], row["streams"], row["segment"] if row["mode"] == "stream" else None)
-        for row in rows
-    ]
-    return _groups(rows, conditions)
+
+    def condition(row: dict) -> tuple:
+        stream = row["mode"] == "stream"
+        return row["mode"], row["streams"], row["segment"] if stream else None
+
+    return _groups(rows, condition)
 
 
 def peer_tables(rows: Sequence[dict]) -> Iterator[Table]:
     """Yield a table for each call of ``bench.peers``, its fastest row first. Rows of several calls
     never share a table."""
-    conditions = [
-        [row.get(key) for key in ("read_from", "job", "streams", "segment", "relative_to")]
-        for row in rows
-    ]
-    for index, frame in _groups(rows, conditions):
-        shown = [entry.dropna().to_dict() for _, entry in frame.iterrows()]
-        shown.sort(
-            key=lambda row: (row["status"] != "measured", -(row.get("bytes_per_second") or 0.0))
-        )
+    keys = ("read_from", "job", "streams", "segment", "relative_to")
+    for index, frame in _groups(rows, lambda row: [row.get(key) for key in keys]):
+        fastest = frame.sort_values("bytes_per_second", ascending=False, kind="stable")
+        shown = [entry.dropna().to_dict() for _, entry in fastest.iterrows()]
         row = frame["row"].iloc[-1]
         folder = PurePath(row["read_from"]).name
         reference = ""
@@ -133,14 +126,14 @@ def peer_tables(rows: Sequence[dict]) -> Iterator[Table]:
 
 
 def _groups(
-    rows: Sequence[dict], conditions: Sequence[object]
+    rows: Sequence[dict], condition: Callable[[dict], object]
 ) -> Iterator[tuple[int, pd.DataFrame]]:
     """Yield number and frame of each group of rows that are equal in their condition, corpus, code
     and environment, the largest first."""
     keys = []
-    for row, condition in zip(rows, conditions, strict=True):
+    for row in rows:
         corpus = row["data"]["sha256"], *map(row["protocol"].get, PROTOCOL_KEYS)
-        keys.append(f"{condition} {corpus} {compare.cost_key(row)}")
+        keys.append(f"{condition(row)} {corpus} {compare.cost_key(row)}")
     if rows:
         groups = [group for _, group in frame_of(rows).groupby(keys, sort=False)]
         yield from enumerate(sorted(groups, key=len, reverse=True), start=1)
@@ -166,18 +159,10 @@ def _cost_notes(rows: Sequence[dict]) -> list[str]:
         notes.append(
             f"Not timed in turn with the other rows of the same length: {join_words(timed_singly)}."
         )
-    peaks = sorted(
-        {
-            row["utilisation.peak_flops_per_s"]
-            for row in rows
-            if "utilisation.peak_flops_per_s" in row
-        }
-    )
+    peaks = {row.get("utilisation.peak_flops_per_s") for row in rows} - {None}
     if peaks:
-        notes.append(
-            f"The device's dense peak is {join_words(f'{peak / 1e12:g}' for peak in peaks)} "
-            "TFLOP/s."
-        )
+        rates = join_words(f"{peak / 1e12:g}" for peak in sorted(peaks))
+        notes.append(f"The device's dense peak is {rates} TFLOP/s.")
     return notes
 
 

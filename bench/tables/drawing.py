@@ -8,6 +8,7 @@ which needs no window system and leaves no global state."""
 import io
 from collections.abc import Iterable
 from functools import partial
+from itertools import cycle
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -19,9 +20,10 @@ from bench.tables.compare import VARIANTS
 from harness.record.table import Drawing
 
 GREY = "#7F7F7F"
-FAINT = "0.9"
+
 INK = "0.15"
 BLUE = "#0072B2"
+FONT_POINTS = 8.5
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 10.0,
@@ -29,6 +31,14 @@ STYLE = {
     "svg.fonttype": "path",
     "svg.hashsalt": "attention-windtunnel",
     "text.parse_math": False,  # a $ in a name starts no formula
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "0.9",
+    "grid.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.fontsize": FONT_POINTS,
+    "legend.title_fontsize": FONT_POINTS,
 }
 styled = partial(rc_context, STYLE)
 """Context in which figures are made and saved in this style."""
@@ -36,7 +46,6 @@ LINE_STYLES = ("-", "--", ":", "-.")
 SPARE_COLOURS = ("#CC79A7", "#56B4E9", "#D55E00", "#0072B2", "#009E73")
 SPARE_STYLES = [(colour, marker) for marker in "Xp*h>d" for colour in SPARE_COLOURS]
 """Colour and marker of variants that ``variants.yaml`` does not name."""
-FONT_POINTS = 8.5
 FEW_TICKS_RATIO = 4  # up to which 1, 2, 5, 10, .. are too few ticks
 LOG_RATIO = 8  # an axis is logarithmic if its largest number is more than 8 times its smallest
 
@@ -44,13 +53,12 @@ LOG_RATIO = 8  # an axis is logarithmic if its largest number is more than 8 tim
 def variant_styles(variants: Iterable[str]) -> dict[str, dict]:
     """Return the colour and the marker of each variant: from ``variants.yaml``, or spare ones in
     alphabetical order of the names."""
-    styles = {
-        name: (c, tuple(m) if isinstance(m, list) else m)
-        for name, (c, m) in VARIANTS["styles"].items()
+    unnamed = sorted({*variants} - {*VARIANTS["styles"]})
+    styles = VARIANTS["styles"] | dict(zip(unnamed, cycle(SPARE_STYLES)))
+    return {
+        name: {"color": colour, "marker": tuple(marker) if isinstance(marker, list) else marker}
+        for name, (colour, marker) in styles.items()
     }
-    for index, name in enumerate(sorted(set(variants) - set(styles))):
-        styles[name] = SPARE_STYLES[index % len(SPARE_STYLES)]
-    return {name: {"color": colour, "marker": marker} for name, (colour, marker) in styles.items()}
 
 
 def panels(
@@ -70,22 +78,14 @@ def panels(
         text = figure.text(0.5, top / height, words, ha="center", va="top", wrap=wrap, **style)
         top -= text.get_window_extent(renderer).height / figure.dpi + 0.06 * bool(words)
     figure.get_layout_engine().set(rect=(0, 0, 1, top / height))
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for ax in axes:
-        ax.grid(color=FAINT, linewidth=0.6)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
 def add_legend(ax: Axes, *, title: str | None = None) -> None:
     """Add a legend to the right of the axes. Its lines are ordered by the height of their last
     points."""
-    lines = [
-        line
-        for line in ax.get_lines()
-        if not line.get_label().startswith("_") and len(line.get_ydata())
-    ]
+    labelled, _ = ax.get_legend_handles_labels()
+    lines = [line for line in labelled if len(line.get_ydata())]
     lines.sort(key=lambda line: -line.get_ydata()[-1])
     if lines:
         ax.legend(
@@ -94,20 +94,18 @@ def add_legend(ax: Axes, *, title: str | None = None) -> None:
             bbox_to_anchor=(1.02, 0.5),
             borderaxespad=0.0,
             frameon=False,
-            fontsize=FONT_POINTS,
             title=title,
-            title_fontsize=FONT_POINTS,
             alignment="left",
         )
 
 
-def scale_axis(axis, numbers: list[float], *, log: bool | None = None) -> None:
-    """Label an axis with plain numbers. It is logarithmic if ``log``, by default if
-    ``LOG_RATIO`` is exceeded."""
+def scale_axis(axis, numbers: list[float], *, log: bool = False) -> None:
+    """Label an axis with plain numbers. It is logarithmic if ``log``, or if ``LOG_RATIO`` is
+    exceeded."""
     low = min(numbers, default=1)
     high = max(numbers, default=1)
     locator = MaxNLocator(6)
-    if low > 0 and (high > LOG_RATIO * low if log is None else log):
+    if low > 0 and (log or high > LOG_RATIO * low):
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
         axis.set_minor_locator(NullLocator())
         if high > FEW_TICKS_RATIO * low:

@@ -15,6 +15,7 @@ J. Statist. 6 (1979).
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -46,10 +47,10 @@ class Estimate:
 
     n: int
     mean: float
-    half_width: float | None  # half of the interval around the mean
+    half_width: float | None = None  # half of the interval around the mean
     # probability of a mean at least as far from 0, on either side, if the true mean is 0
-    p: float | None
-    freedom: int | None  # degrees of freedom of the variance
+    p: float | None = None
+    freedom: int | None = None  # degrees of freedom of the variance
 
     @property
     def verdict(self) -> str:
@@ -68,15 +69,15 @@ def estimate_mean(numbers: Sequence[float], pooled: Pooled | None = None) -> Est
     """Return the mean of one or more numbers, with an interval by their own variance or by the
     ``pooled`` one."""
     n = len(numbers)
-    mean = math.fsum(numbers) / n
+    mean = statistics.fmean(numbers)
     variance = 0.0
     if n > 1:
-        variance = math.fsum((number - mean) ** 2 for number in numbers) / (n - 1)
+        variance = statistics.variance(numbers)
     freedom = n - 1
     if pooled and pooled.freedom and variance <= OWN_VARIANCE_RATIO * pooled.variance:
         variance, freedom = pooled
     if not freedom:
-        return Estimate(n=n, mean=mean, half_width=None, p=None, freedom=None)
+        return Estimate(n=n, mean=mean)
     standard_error = math.sqrt(variance / n)
     t = 0.0
     if mean:
@@ -92,8 +93,8 @@ def pooled_variance(scores: pd.DataFrame) -> Pooled:
     """Return the variance of a difference between two runs of one seed, which is 2 s^2, and its
     degrees of freedom f, from ``scores [seed, mechanism]``, NaN where a run is missing."""
     cells = scores.stack().dropna()
-    effects = [pd.get_dummies(cells.index.get_level_values(level), dtype=float) for level in (0, 1)]
-    design = np.concatenate(effects, axis=1)
+    names = ["seed", "mechanism"]
+    design = pd.get_dummies(cells.index.to_frame(name=names), columns=names, dtype=float).to_numpy()
     fitted, _, rank, _ = np.linalg.lstsq(design, cells.to_numpy(), rcond=None)
     freedom = len(cells) - int(rank)
     residuals = cells.to_numpy() - design @ fitted
@@ -121,13 +122,9 @@ def holm(probabilities: Sequence[float]) -> list[float]:
     """Return the p values after Holm's correction, in the order of ``probabilities``. Of n values
     the smallest is multiplied by n, the next by n - 1 and so on; each is raised to the one before
     it if that is larger, and none exceeds 1."""
-    order = sorted(range(len(probabilities)), key=probabilities.__getitem__)
-    corrected = {}
-    largest = 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - rank) * probabilities[index]))
-        corrected[index] = largest
-    return [corrected[index] for index in range(len(order))]
+    ordered = pd.Series(probabilities, dtype=float).sort_values()
+    corrected = (ordered * np.arange(len(ordered), 0, -1)).cummax().clip(upper=1.0)
+    return corrected.sort_index().tolist()
 
 
 def t_quantile(probability: float, *, freedom: int) -> float:
@@ -140,9 +137,10 @@ def t_quantile(probability: float, *, freedom: int) -> float:
         high = 2 * high
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if t_below(middle, freedom=freedom) < probability else (low, middle)
-        )
+        if t_below(middle, freedom=freedom) < probability:
+            low = middle
+        else:
+            high = middle
     return (low + high) / 2
 
 

@@ -2,6 +2,7 @@
 spans, and cost against context."""
 
 from collections.abc import Iterable, Iterator
+from itertools import cycle
 
 import pandas as pd
 from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -63,10 +64,11 @@ def draw_all(rows: Rows) -> dict[str, list[Drawing]]:
     drawings = {}
     with styled():
         for index, arms in enumerate(run_groups(rows), start=1):
+            newest = arms.drop_duplicates(["arm", "seed"], keep="last")
             drawings[f"runs-{index}"] = [
                 *trade_off(arms, name=f"trade-off-{index}"),
-                *curves(arms, name=f"curves-{index}"),
-                *learned_spans(arms, name=f"spans-{index}"),
+                *curves(newest, name=f"curves-{index}"),
+                *learned_spans(newest, name=f"spans-{index}"),
             ]
         for index, group in cost_groups(costs):
             if group["length"].nunique() > 1:
@@ -121,7 +123,6 @@ def trade_off(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
 
 def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
     """Yield bits per byte during training, means over seeds, with the final scores as words."""
-    arms = arms.drop_duplicates(["arm", "seed"], keep="last")
     means = {
         arm: _mean_curve(row["record"] for row in runs["row"])
         for arm, runs in arms.groupby("arm", sort=False)
@@ -145,7 +146,6 @@ def curves(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
         if pd.notna(final):
             label += f": {final:.4f}"
         ax.plot(
-            curve.index,
             curve,
             **styles[runs["variant"].iloc[0]],
             linestyle=LINE_STYLES[runs["order"].iloc[0] % len(LINE_STYLES)],
@@ -184,9 +184,8 @@ def _mean_curve(records: Iterable[list[dict]]) -> pd.Series:
 
 
 def learned_spans(arms: pd.DataFrame, *, name: str) -> Iterator[Drawing]:
-    """Yield for each arm with learned spans those of the newest run of its first seed."""
-    firsts = arms.drop_duplicates(["arm", "seed"], keep="last").drop_duplicates("arm")
-    for index, run in enumerate(firsts.itertuples(), start=1):
+    """Yield for each arm with learned spans those of its first seed."""
+    for index, run in enumerate(arms.drop_duplicates("arm").itertuples(), start=1):
         if heads := span_curves(run.row["record"]):
             title = f"Learned spans: {run.arm}, seed {run.seed:.0f}"
             caption = (
@@ -202,15 +201,11 @@ def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
     and backend."""
     first = rows["row"].iloc[0]
     styles = variant_styles(rows["variant"])
-    spans_from = rows.get("spans_from", pd.Series(None, index=rows.index)).replace("learned", None)
-    labels = rows["backend"] + spans_from.map(
-        lambda spans: f", {spans}" if isinstance(spans, str) else ""
-    )
+    labels = rows["row"].map(_backend_label)
     points = pd.concat([arms_of(group, without=LINE_KEYS) for _, group in rows.groupby(labels)])
     points = rows.join(points).assign(label=labels, line=points["arm"] + ", " + labels)
-    line_styles = {
-        key: LINE_STYLES[i % len(LINE_STYLES)] for i, key in enumerate(sorted(set(labels)))
-    }
+    points = points.reindex(columns=points.columns.union(CONTEXT_COSTS.values(), sort=False))
+    line_styles = dict(zip(sorted(set(labels)), cycle(LINE_STYLES)))
     title = (
         f"Cost against length of context: {first['mode']}, {pluralize(first['streams'], 'stream')}"
     )
@@ -218,7 +213,6 @@ def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
     subtitle = f"{_machine(first)}\n{data_words([first])}"
     figure, axes = panels(2, 2, width=13.5, height=height, title=title, subtitle=subtitle)
     for ax, (label, key) in zip(axes, CONTEXT_COSTS.items(), strict=True):
-        costs = rows[key].dropna() if key in rows else pd.Series(dtype=float)
         divisor = 1.0
         if "MiB" in label:
             divisor = MIB
@@ -226,10 +220,8 @@ def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
             style = styles[group["variant"].iloc[0]] | {
                 "linestyle": line_styles[group["label"].iloc[0]]
             }
-            medians = group.groupby("length")[key].median().dropna() if key in group else costs[:0]
-            ax.plot(
-                medians.index, medians / divisor, **style, linewidth=1.4, markersize=5, label=line
-            )
+            medians = group.groupby("length")[key].median().dropna()
+            ax.plot(medians / divisor, **style, linewidth=1.4, markersize=5, label=line)
             lengths = group[group["status"] == OUT_OF_MEMORY]["length"]
             ax.plot(
                 lengths,
@@ -241,15 +233,18 @@ def _cost_drawing(rows: pd.DataFrame, *, name: str) -> Drawing:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_formatter(plain_number)
         ax.set(xlabel="length of context L [bytes]", ylabel=label)
-        scale_axis(ax.yaxis, [*(costs / divisor)], log=True)
+        scale_axis(ax.yaxis, [*(points[key].dropna() / divisor)], log=True)
         add_legend(ax)
     caption = "Medians. Both axes are logarithmic. A cross at the upper edge means out of memory."
     return drawing_of(figure, name=name, title=title, caption=caption)
 
 
+def _backend_label(row: dict) -> str:
+    if row.get("spans_from") in (None, "learned"):
+        return row["backend"]
+    return f"{row['backend']}, {row['spans_from']}"
+
+
 def _machine(row: dict) -> str:
-    compiled = ""
-    if row["compile"]:
-        compiled = ", compiled"
     threads = pluralize(row["threads"], "thread")
-    return f"{row['device']}, {threads}, {precision_word(row)}{compiled}"
+    return f"{row['device']}, {threads}, {precision_word(row)}{', compiled' * row['compile']}"

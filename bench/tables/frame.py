@@ -4,6 +4,7 @@ ones of ``bench.evidence``."""
 
 import math
 import os
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,8 +36,8 @@ TEXT_KEYS = (
 """Keys whose texts become columns of the frame. Numbers become columns under every key except
 ``UNREAD``."""
 UNREAD = ("config", "record", "summary", "evaluation")
-SCORES = ["valid_bits_per_byte", "test_bits_per_byte"]  # columns of every frame
-COPIES = "valid_bits_per_copy."
+COLUMNS = ["valid_bits_per_byte", "test_bits_per_byte", "bytes_per_second"]  # of every frame
+COPIES = re.compile(r"valid_bits_per_copy\.(\d{1,9})")  # by distance in bytes
 # a byte that repeats an earlier one counts as copied below these bits; without copying it costs 4
 REACHED_BITS = 1.0
 
@@ -50,32 +51,34 @@ def frame_of(rows: Sequence[dict]) -> pd.DataFrame:
     leaves = pd.json_normalize(
         [{key: row[key] for key in row if key not in UNREAD} for row in rows]
     )
-    is_measured = leaves.map(lambda leaf: is_number(leaf) or isinstance(leaf, bool | list))
-    columns = {
-        key: [
-            float(len(leaf) if isinstance(leaf, list) else leaf)
-            for leaf in leaves[key].where(is_measured[key])
-        ]
-        for key in leaves
-    }
-    frame = pd.DataFrame(columns).dropna(axis=1, how="all")
-    frame = frame.reindex(columns=frame.columns.union(SCORES, sort=False))
+    frame = leaves.map(_measured).dropna(axis=1, how="all")
+    frame = frame.reindex(columns=frame.columns.union(COLUMNS, sort=False))
     frame = frame.assign(row=rows, kind=[row["kind"] for row in rows])
     for key in {*TEXT_KEYS} & {*leaves}:
         frame[key] = leaves[key].where(leaves[key].map(lambda leaf: isinstance(leaf, str)), None)
-    copies = [
-        key for key in frame if key.startswith(COPIES) and key.removeprefix(COPIES).isdecimal()
-    ]
-    for key in copies:  # other corpora label their answers otherwise
-        frame.loc[[not row["data"].get("name", "").startswith("recall") for row in rows], key] = (
-            math.nan
-        )
-    if copies:
-        reached = pd.DataFrame(
-            {key: (frame[key] < REACHED_BITS) * float(key.removeprefix(COPIES)) for key in copies}
-        )
-        frame["reach"] = reached.max(axis=1).where(frame[copies].notna().any(axis=1))
+    if copies := copy_columns(frame):
+        # other corpora label their answers otherwise
+        others = [not row["data"].get("name", "").startswith("recall") for row in rows]
+        frame.loc[others, [*copies]] = math.nan
+        bits = frame[[*copies]]
+        reached = (bits < REACHED_BITS) * [float(distance) for distance in copies.values()]
+        frame["reach"] = reached.max(axis=1).where(bits.notna().any(axis=1))
     return frame
+
+
+def copy_columns(frame: pd.DataFrame) -> dict[str, int]:
+    """Return the columns with bits of copied bytes, and the distance of each."""
+    matches = filter(None, map(COPIES.fullmatch, frame))
+    return {match[0]: int(match[1]) for match in matches}
+
+
+def _measured(leaf: object) -> float:
+    """Return a number, a truth value or the length of a list; NaN for anything else."""
+    if isinstance(leaf, list):
+        return float(len(leaf))
+    if is_number(leaf) or isinstance(leaf, bool):
+        return float(leaf)
+    return math.nan
 
 
 class Rows:
@@ -108,16 +111,16 @@ class Rows:
         self.files = len(paths)
         self.test_scores: Counter = Counter()
         self._runs: list[tuple[float, dict]] = []
-        self._command_rows: list[dict] = []
+        of_commands = []
         for path in sorted(paths, key=lambda path: (path.parent.name, str(path))):
             if path.name in (RECORD, SUMMARY):
                 self._read_run(path.parent)
             else:
                 rows, reasons = read_accepted_rows(path, check=_command_row_error)
                 self._refuse(path, reasons if rows or reasons else ["it has no rows"])
-                self._command_rows += [row | {"read_from": str(path.parent)} for row in rows]
+                of_commands += [row | {"read_from": str(path.parent)} for row in rows]
         runs = [row for _, row in sorted(self._runs, key=lambda pair: pair[0])]
-        self.frame = frame_of([*runs, *self._command_rows])
+        self.frame = frame_of([*runs, *of_commands])
 
     def _refuse(self, path: Path, reasons: Sequence[str]) -> None:
         more = ""
@@ -132,29 +135,29 @@ class Rows:
         provenance = None
         if record and record[0].get("kind") == "provenance":
             provenance = record[0]
+            evaluations, _ = read_accepted_rows(folder / EVALUATIONS)
+            splits = [row["kind"] for row in record] + [row.get("split") for row in evaluations]
+            self.test_scores[provenance["data"]["sha256"]] += splits.count("test")
         check = partial(_summary_error, provenance=provenance)
         summaries, refused = read_accepted_rows(files[1], check=check)
         summary = summaries[0] if summaries else {"status": "no summary yet"}
         status = summary["status"]
-        if provenance is None and status not in FAILED:
+        unknown = provenance is None and status not in FAILED
+        if unknown:
             reasons = reasons[:1] or ["no provenance: the first row is missing"]
         self._refuse(files[0], reasons)
         self._refuse(files[1], refused)
-        if provenance is not None:
-            evaluations, _ = read_accepted_rows(folder / EVALUATIONS)
-            splits = [row["kind"] for row in record] + [row.get("split") for row in evaluations]
-            self.test_scores[provenance["data"]["sha256"]] += splits.count("test")
-        if refused:
+        if refused or unknown:
             return
         if status in FAILED:
             words = str(summary.get("error") or "no error was written down")
             error = textwrap.shorten(words, MAX_ERROR_LENGTH, placeholder="...")
             self.omitted.append(f"failed, not shown: {folder}: {error}")
-        elif provenance is not None and status != "finished":
+        elif status != "finished":
             self.omitted.append(f"not finished, not shown: {folder}: {status}")
-        elif provenance is not None and summary.get("purpose") == "tune":
+        elif summary.get("purpose") == "tune":
             self.omitted.append(f"not shown: {folder}: a run of a search for settings")
-        elif provenance is not None:
+        else:
             more = {"kind": "run", "record": record, "run": folder.name}
             self._runs.append((files[1].stat().st_mtime, provenance | summary | more))
 
@@ -164,13 +167,9 @@ def _files(folder: Path) -> Iterator[Path]:
     (``latest``) are ignored."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(set(folders) - SKIPPED_FOLDERS)
-        if RECORD in names or SUMMARY in names:
-            yield Path(parent) / (RECORD if RECORD in names else SUMMARY)
-        yield from (
-            Path(parent) / n
-            for n in names
-            if n.endswith(".jsonl") and n not in (RECORD, EVALUATIONS)
-        )
+        of_run = [name for name in (RECORD, SUMMARY) if name in names]
+        others = {n for n in names if n.endswith(".jsonl")} - {RECORD, EVALUATIONS}
+        yield from (Path(parent) / name for name in [*of_run[:1], *sorted(others)])
 
 
 def _command_row_error(row: dict, line_number: int) -> str | None:

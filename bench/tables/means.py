@@ -49,15 +49,14 @@ def mean_rows(
             row = {key: value for key, value in row.items() if not key.startswith("test_")}
         for part in SPLITS:
             bits = group[f"{part}_{BITS}"].dropna().tolist()
-            if len(bits) > 1:
+            if bits:
                 row[f"{part}_{BITS}.half_width"] = estimate_mean(bits).half_width
         row |= {"runs": group, "n": max(n_valid, n_test)}
         baseline = baselines[name]
         if baseline not in (name, None):
             row["baseline"] = baseline
-            row |= (
-                {"pairs": 0, "verdict": "no common seeds"} if {name, baseline} <= {*scores} else {}
-            )
+            if {name, baseline} <= {*scores}:
+                row |= {"pairs": 0, "verdict": "no common seeds"}
         if estimate := estimates.get(name):
             row |= {
                 "pairs": estimate.n,

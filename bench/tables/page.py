@@ -8,8 +8,9 @@ import base64
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from itertools import compress
 from pathlib import Path
 
 from harness.record.table import Cell, Column, Drawing, Table
@@ -97,13 +98,13 @@ def _article(table: Table, drawings: Sequence[Drawing]) -> str:
 def _part(table: Table, part: str) -> str:
     """Return the columns of one part of a table and those of all parts, and the rows that have
     anything in the part."""
-    shown = [i for i, column in enumerate(table.columns) if column.part in ("", part)]
-    columns = [table.columns[i] for i in shown]
-    own = [i for i in shown if table.columns[i].part == part]
+    shown = [column.part in ("", part) for column in table.columns]
+    own = [column.part == part for column in table.columns]
+    columns = [*compress(table.columns, shown)]
     rows = [
-        _row([row[i] for i in shown], columns)
+        _row(compress(row, shown), columns)
         for row in table.rows
-        if any(row[i].text for i in own)
+        if any(cell.text for cell in compress(row, own))
     ]
     return f"""<div class="scroll" role="region" tabindex="0" aria-label="{escape(table.title)}">
 <table>
@@ -128,7 +129,7 @@ def _heading(column: Column) -> str:
     )
 
 
-def _row(row: Sequence[Cell], columns: Sequence[Column]) -> str:
+def _row(row: Iterable[Cell], columns: Sequence[Column]) -> str:
     """Return a table row; its first cell is the row's heading."""
     first, *rest = (_cell(cell, column) for cell, column in zip(row, columns, strict=True))
     return f'<tr><th scope="row"{first}</th>{"".join(f"<td{cell}</td>" for cell in rest)}</tr>\n'

@@ -7,7 +7,7 @@ import pandas as pd
 
 from bench.tables import compare
 from bench.tables.columns import columns
-from bench.tables.frame import COPIES, Rows
+from bench.tables.frame import Rows, copy_columns
 from bench.tables.means import BITS, SPLITS, mean_rows
 from harness.record.cells import (
     BITS_PER_BYTE,
@@ -67,9 +67,10 @@ def run_tables(rows: Rows) -> Iterator[Table]:
                 f"Time and memory are in runs.csv only, because these runs differ in {unequal}."
             )
         unit = score_unit(last)
+        copied = copy_columns(arms.dropna(axis=1, how="all"))
         scores = [
             replace(column, heading=column.heading.replace(BITS_PER_BYTE, unit))
-            for column in columns("runs", distances=_copies(arms))
+            for column in columns("runs", distances=sorted(copied.values()))
         ]
         yield make_table(
             [*means, *_compressors(last)],
@@ -114,20 +115,10 @@ def _basis(arms: pd.DataFrame) -> tuple[str, str | None]:
     return split, shipped.groupby("arm")[f"valid_{BITS}"].mean().idxmin()
 
 
-def _copies(runs: pd.DataFrame) -> list[str]:
-    """Return the distances from which the runs of a table copy bytes, as texts."""
-    keys = (
-        key.removeprefix(COPIES)
-        for key in runs
-        if key.startswith(COPIES) and runs[key].notna().any()
-    )
-    return sorted(keys, key=int)
-
-
 def _compressors(row: dict) -> list[dict]:
     """Return a row for each general compressor, the best on valid first."""
-    bits = {f"{split}_{BITS}": (row.get("compressors") or {}).get(split) for split in SPLITS}
-    scores = pd.DataFrame({key: pd.Series(by_name, dtype=float) for key, by_name in bits.items()})
+    scores = pd.DataFrame(row.get("compressors") or {}, columns=SPLITS, dtype=float)
+    scores = scores.add_suffix(f"_{BITS}")
     capped = {f"capped.{split}": n_bytes for split, n_bytes in (row.get("capped") or {}).items()}
     ordered = scores.sort_values([*scores], kind="stable")
     return [{"arm": name} | capped | bits.dropna().to_dict() for name, bits in ordered.iterrows()]

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from bench.tables.drawing import FONT_POINTS, LINE_STYLES, SPARE_COLOURS, panels
+from bench.tables.drawing import LINE_STYLES, SPARE_COLOURS, panels
 
 
 def span_curves(rows: Iterable[Mapping]) -> dict[str, np.ndarray]:
@@ -46,9 +46,7 @@ def span_figure(curves: Mapping[str, np.ndarray], *, title: str) -> Figure:
         ax.set(xlim=(0, None), xlabel="MB of training")
         ax.set(ylim=(0, 1.05 * longest), ylabel="bytes back")
         ax.label_outer()
-    axes[-1].legend(
-        loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=FONT_POINTS
-    )
+    axes[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False)
     return figure
 
 

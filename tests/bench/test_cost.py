@@ -14,6 +14,7 @@ from bench.turns import Entry, time_in_turn
 from harness.record.cells import MIN_CALLS
 from harness.record.rows import read_rows
 from harness.record.schema import violation
+from tests.bench.test_report import column, headings
 from tests.support.command_line import CommandOutcome, call, empty_folder  # noqa: F401 - a fixture
 from tests.support.small_configs import compose_config
 
@@ -39,10 +40,6 @@ def rows_of(outcome: CommandOutcome) -> list[dict]:
     assert re.match(r"about [\d a-z]+, more where .*: \d measurement|measured before", outcome.out)
     path = Path(outcome.out.rpartition("rows: ")[2].strip())
     return read_rows(path)
-
-
-def headings(rows: list[dict]) -> list[str]:
-    return [column.heading for column in next(cost_tables(rows)).columns]
 
 
 def test_every_combination_has_a_complete_row_with_its_costs(cwd):
@@ -122,12 +119,10 @@ def test_stream_mode_keeps_the_segment_and_existing_rows_are_not_measured_again(
     # carried keys and values have no gradients
     needed = 6 * (WEIGHTS + 2 * 2 * 32 * 128) - 4 * 2 * 32 * past
     assert plain["flops"]["training_per_byte"] == pytest.approx(needed, rel=1e-12)
-    column = headings([plain, auto]).index("evaluation backend")
-    assert {row[column].text for row in next(cost_tables([plain, auto])).rows} == {
-        "",
-        auto["evaluation_backend"],
-    }
-    assert "evaluation backend" in outcome.out and "evaluation backend" not in headings([plain])
+    heading = "evaluation backend"
+    backends = column(next(cost_tables([plain, auto])), heading)
+    assert {*backends} == {"", auto["evaluation_backend"]}
+    assert heading in outcome.out and heading not in headings(next(cost_tables([plain])))
 
 
 def test_rows_of_each_group_are_kept_and_what_they_measured_is_skipped(cwd, monkeypatch):
@@ -146,7 +141,7 @@ def test_rows_of_each_group_are_kept_and_what_they_measured_is_skipped(cwd, monk
     assert cost(*words, "compile=[false]").code
     rows = read_rows(cwd / "r.jsonl")
     assert [(row["variant"], row["streams"]) for row in rows] == [("mhsa", 4), ("linear", 4)]
-    assert "one byte of 64 streams, ms" in headings(rows)
+    assert "one byte of 64 streams, ms" in headings(next(cost_tables(rows)))
     assert cost(*words, "compile=[false,true]").code
     assert [entry.task.config["runtime"]["compile"] for entry in measure.call_args.args[0]] == [
         True,

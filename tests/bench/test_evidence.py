@@ -98,8 +98,9 @@ def test_text_is_trained_at_the_best_rate_as_soon_as_it_lies_between_tested_ones
         ("mhsa", 1),
         ("longformer", 2),
         ("mhsa", 2),
+        ("mhsa", 3),
+        ("mhsa", 4),
     ]
-    runs += [("mhsa", 3), ("mhsa", 4)]
     assert seeds == [("sweep=text", f"seed={seed}", f"variant={name}", rate) for name, seed in runs]
     assert text_stage("text_positions", tmp_path)[0][2:] == ("variant=longformer_alibi", rate)
     by_bytes = text_stage("text_bytes", tmp_path)

@@ -6,6 +6,7 @@ from omegaconf import OmegaConf
 from bench.cost import dense_peak_flops, utilisation
 from bench.tables.columns import for_terminal
 from bench.tables.costs import cost_tables
+from tests.bench.test_report import column, headings
 from tests.support.bench_rows import cost_row
 from tests.support.small_configs import CONF
 
@@ -24,11 +25,10 @@ def test_utilisation_is_flops_per_second_over_the_peak_and_none_where_either_is_
     assert share["peak_flops_per_s"] == 989e12 and share["share"] == pytest.approx(0.4374, abs=1e-4)
     missing = [
         {"device": "NVIDIA H100 NVL"},
-        {"device_kind": "cpu"},
         {"time": {"train_ms": None}},
         {"flops": None},
     ]
-    assert [utilisation(gpu_row(**changes)) for changes in missing] == [None] * 4
+    assert [utilisation(gpu_row(**changes)) for changes in missing] == [None] * 3
 
 
 def test_device_names_of_data_sheets_are_unique_and_select_the_peak_of_a_precision():
@@ -48,8 +48,7 @@ def test_the_table_of_costs_has_utilisation_where_a_peak_is_known():
     estimated = gpu_row(utilisation=share, backend="plain")
     estimated["flops"] = estimated["flops"] | {"flops_estimated_3x": ["layers.0.mine"]}
     table = for_terminal(next(cost_tables([gpu_row(utilisation=share), estimated])))
-    column = [column.heading for column in table.columns].index("model FLOPs utilisation, %")
-    assert [row[column].text for row in table.rows] == ["40.4", "~40.4"]
+    assert column(table, "model FLOPs utilisation, %") == ["40.4", "~40.4"]
     assert any("989 TFLOP/s" in note for note in table.notes)
     (table,) = cost_tables([gpu_row(utilisation=None)])
-    assert "model FLOPs utilisation, %" not in [column.heading for column in table.columns]
+    assert "model FLOPs utilisation, %" not in headings(table)

@@ -56,10 +56,8 @@ def folder(tmp_path):
         line("mhsa", 0, 2.0, copies={"all": 0.25}),
     ]
     skills.append(line("linear", 0, 1.0, copies={"all": 0.01}, check="not causal"))
-    (
-        skills[0]["cell"].append("data=state_tracking"),
-        skills[1]["cell"].append("data=selective_copying"),
-    )
+    skills[0]["cell"].append("data=state_tracking")
+    skills[1]["cell"].append("data=selective_copying")
     worse = line("mhsa", 0, 2.75)
     worse["record"][0]["config"]["variant"]["lr_scale"]["muon"] = 1
     write("combinations", [worse, line("mhsa", 0, 2.625)])

@@ -15,19 +15,12 @@ from bench.progress import Progress
 from bench.turns import Entry, measure
 from harness.device.worker_process import WorkerError
 from harness.record.rows import read_rows
+from tests.bench.test_cost import TINY
 from tests.support.bench_rows import identity
 from tests.support.command_line import call
 from tests.support.command_line import empty_folder as cwd  # noqa: F401 - a fixture
 
-SMALL = (
-    "model.d_model=32",
-    "model.layers=2",
-    "model.heads=2",
-    "runtime.device=cpu",
-    "runtime.precision=float32",
-)
-SMALL += ("runtime.threads=1", "data=synthetic_text", "data.bytes=20000")
-QUICK = (*SMALL, "rounds=2", "seconds=0.01")
+QUICK = (*TINY, "data=synthetic_text", "rounds=2", "seconds=0.01")
 
 
 def test_the_reference_model_has_the_expected_number_of_parameters_and_is_causal():
@@ -77,7 +70,7 @@ def test_entries_start_together_and_take_turns_and_a_failed_one_is_not_measured_
             if method == "build" and name == "lost":
                 raise WorkerError("failed", "x: not installed")
             answers = {"identity": identity("peers", variant=name), "build": {"backend": "plain"}}
-            return [next(times[name])] if method == "times" else answers.get(method)
+            return [next(times[name])] if method == "times" else answers.get(method, {})
 
         return MagicMock(call=call_worker, __enter__=lambda self: self)
 

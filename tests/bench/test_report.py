@@ -95,16 +95,14 @@ def test_in_a_narrow_terminal_no_name_and_no_number_is_cut(tmp_path, capsys, mon
 
 
 def test_only_runs_of_recall_have_a_reach(tmp_path):
-    for name in ("recall", "state_tracking"):  # labels of the latter are numbers of steps
-        run = write_run(tmp_path / name, variant="mhsa", valid_bits_per_copy={"2": 0.6})
+    # labels of state_tracking are numbers of steps
+    for name, label in (("recall", "2"), ("state_tracking", "2"), ("selective_copying", "all")):
+        run = write_run(tmp_path / name, variant="mhsa", valid_bits_per_copy={label: 0.6})
         change(run, data={"name": name, "bytes": 4_000_000, "sha256": name[:2] * 32})
     assert [
         any("reach" in heading for heading in headings(table))
         for table in tables(tmp_path).values()
-    ] == [
-        True,
-        False,
-    ]
+    ] == [True, False, False]
 
 
 def test_a_budget_of_seconds_is_not_compared_after_a_resumption_elsewhere(tmp_path):
