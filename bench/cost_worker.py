@@ -10,14 +10,15 @@ import gc
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, cycle, islice
+from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
 
 from bench.planning import row_digests
-from bench.tables import read_yaml
 from bench.turns import time_calls
 from harness.check.select_backend import with_backend
 from harness.count.flops import count_flops, forward_flops_per_byte
@@ -44,7 +45,8 @@ NOISE = 0.02  # standard deviation, as usual for initial weights
 NOISE_CHUNK = 2**20
 """Elements whose noise is drawn at a time, so that the noise of a large table does not raise the
 memory peak."""
-LEARNED_SPANS = [sorted(layer, reverse=True) for layer in read_yaml("learned_spans.yaml")["spans"]]
+_LEARNED = yaml.safe_load(Path(__file__).with_name("learned_spans.yaml").read_text())
+LEARNED_SPANS = [sorted(layer, reverse=True) for layer in _LEARNED["spans"]]
 """Spans of a trained run in keys: a list for each layer with one span for each head, the longest
 first, which a model with fewer heads gets."""
 

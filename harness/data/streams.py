@@ -117,7 +117,7 @@ class Streams(Rows):
     def batch(self, step: int, *, shard: Shard = UNSHARDED) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a step, counted from 0, for the streams of ``shard``: int64
         ``[B, T]`` each."""
-        indices = torch.arange(self.streams)[shard_slice(self.streams, shard)]
+        indices = np.arange(self.streams)[shard_slice(self.streams, shard)]
         if self.carry:
             epoch, epoch_step = divmod(step, self.steps_per_epoch)
             first = self._ring_offset(epoch) + epoch_step * self.segment
@@ -127,8 +127,8 @@ class Streams(Rows):
         else:
             draws = integer_hash(_WINDOW, self.seed, step, indices)
             n_starts = np.uint64(len(self.split) - self.segment)
-            starts = torch.from_numpy((draws % n_starts).astype(np.int64))
-        positions = starts[:, None] + torch.arange(self.segment + 1)  # [B, T + 1]
+            starts = (draws % n_starts).astype(np.int64)
+        positions = torch.as_tensor(starts)[:, None] + torch.arange(self.segment + 1)  # [B, T + 1]
         tokens = self.split[positions % len(self.split)].long()
         return tokens[:, :-1], tokens[:, 1:]
 
