@@ -31,7 +31,9 @@ def row_file(outputs: str, *, command: str, path: str | None) -> Path:
 def refuse_unwritable(file: Path, *, key: str) -> None:
     """Raise ValueError naming ``key`` for a path that is a folder, or is below a file."""
     if file.is_dir():
-        raise ValueError(f"{key}: cannot be written ({file} is a folder)")
+        raise ValueError(f"{key}: cannot be written ({file} is a folder); allowed is a file")
     parent = next(parent for parent in file.absolute().parents if parent.exists())
     if not parent.is_dir():
-        raise ValueError(f"{key}: cannot be written ({parent} is a file)")
+        raise ValueError(
+            f"{key}: cannot be written ({parent} is a file); allowed is a file in a folder"
+        )

@@ -363,7 +363,8 @@ class Run:
         for split in objective.splits:
             self.display.phase(f"scoring {split}, checking what is read")
             finals.append(summary.final_score(trainer, split))
-            self.append(finals[-1])
+        for final in finals:
+            self.append(final)
         self.display.phase("scoring compressors")
         failed = [final for final in finals if final.check == objective.failed]
         for final in failed:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from harness.failures import refuse_exit
 from harness.model import LanguageModel, Layers
-from harness.optim.budget import Budget
+from harness.optim.budget import UNITS, Budget
 from harness.optim.optimizers import Optimizers
 from harness.optim.parameter_groups import Group, assign
 from harness.plan.network import plan_layers
@@ -127,7 +127,7 @@ class Plan(RunSettings):
             "selection_bytes": self.eval.selection_bytes,
             "vocabulary": self.data.vocabulary,
             "drop_newlines": self.data.drop_newlines,
-            "split": self.data.split,
+            "split": [*self.data.split],
         }
         if self.batch.order != "random":  # the order of rows without the key
             protocol["order"] = self.batch.order
@@ -165,12 +165,14 @@ def plan_run(cfg: DictConfig, *, trusted: tuple[str, ...] = (), sweeping: bool =
     # run folders of older versions lack these keys
     cfg = OmegaConf.merge({"check": True, "objective": OLD_OBJECTIVE}, cfg)
     sections = OmegaConf.masked_copy(cfg, [name for name in cfg if name != "hydra"])
+    names = [*RunSettings.__dataclass_fields__, *MADE]
+    unresolved = OmegaConf.to_container(sections)
+    check_keys(unresolved, names, key="")
+    check_keys(unresolved["budget"], UNITS, key="budget")
     try:
         config = OmegaConf.to_container(sections, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key}=???: is required, but has no value") from error
-    names = [*RunSettings.__dataclass_fields__, *MADE]
-    check_keys(config, names, key="")
     if sweeping:
         config["data"] = config["data"] | {"fallback": None}
     settings = parse_section(
