@@ -116,12 +116,14 @@ def state_finding(means: Sequence[dict], names: Collection[str]) -> str:
 
 
 def recall_curves(path: Path) -> dict[str, pd.DataFrame]:
-    """Return accuracy of answers with 8 keys: for each of ``CURVES`` that has runs, a row per
-    megabytes of training and a column per seed, at the learning rate with the most seeds and, of
-    these, the highest mean accuracy."""
+    """Return accuracy of answers with 8 keys: for each of ``CURVES`` that has finished runs, a row
+    per megabytes of training and a column per seed, at the learning rate with the most seeds and,
+    of these, the highest mean accuracy."""
     frames: dict[str, list[pd.DataFrame]] = {}
     for row in read_rows(path):
-        if row["summary"]["protocol"].get("sequence") != RECALL_SEQUENCE:
+        summary = row["summary"]
+        sequence = summary["protocol"].get("sequence")
+        if sequence != RECALL_SEQUENCE or summary["status"] != "finished":
             continue
         variant = row["record"][0]["config"]["variant"]
         attention = variant["attention"]
@@ -129,7 +131,7 @@ def recall_curves(path: Path) -> dict[str, pd.DataFrame]:
         name += ", key_shift" * bool(attention.get("key_shift"))
         name += ", filter_bytes=1" * (attention.get("filter_bytes") == 1)
         curve = accuracy_curve(row).reset_index()
-        curve = curve.assign(rate=str(variant["lr_scale"]), seed=row["summary"]["seed"])
+        curve = curve.assign(rate=str(variant["lr_scale"]), seed=summary["seed"])
         frames.setdefault(name, []).append(curve)
     curves = {}
     for name, parts in frames.items():

@@ -257,6 +257,10 @@ def test_curves_of_recall_have_their_seeds_at_the_best_rate(folder):
         recall_line(0, [0.99, 1.0], variant="mhsa_shift", key_shift=True),
     ]
     rows += [recall_line(0, [0.5], variant="gated_delta", filter_bytes=1)]
+    diverged = recall_line(3, [])
+    diverged["summary"]["status"] = "diverged"
+    diverged["record"][1] = {"kind": "curve"}  # it was never validated
+    rows.append(diverged)
     write_lines(folder / "recall_by_key.jsonl", rows)
     curves = recall_curves(folder / "recall_by_key.jsonl")
     assert {name: runs.shape[1] for name, runs in curves.items()} == {
