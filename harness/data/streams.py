@@ -27,7 +27,7 @@ Segment = tuple[Tensor, ...]
 be scored. Of padded texts also their lengths ``[L]``, and targets and mask are ``[L, 1]``."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Batches:
     """An iterable of segments, with a length. Each segment is made when it is read, by
     ``make(position)``."""
@@ -42,7 +42,7 @@ class Batches:
         return map(self.make, self.positions)
 
 
-@dataclass
+@dataclass(eq=False)
 class Rows:
     """Training batches of ``n`` independent rows of T bytes (``segment``), of which a step reads B
     (``streams``). In an epoch each row is read once, in an order drawn from seed and epoch."""

@@ -72,7 +72,7 @@ def record_errors(
             raise out_of_memory from error
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Run:
     """One run. If it has several processes, only the main one locks the folder and writes.
     ``trainer`` is None if an earlier command has finished the run."""
